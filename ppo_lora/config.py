@@ -1,0 +1,255 @@
+"""Every knob of PPO, validated when it is made."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from .rewards import KL_ESTIMATORS
+
+SAMPLING_KWARGS = frozenset(
+    {"max_time", "cache_implementation", "cache_config", "prefill_chunk_size", "disable_compile"}
+)
+"""`generation_kwargs` that do not change the distribution that is sampled from."""
+
+
+@dataclass
+class PPOConfig(TrainingArguments):
+    r"""Configuration of [`PPOTrainer`]. Everything of [`~transformers.TrainingArguments`] works too.
+
+    One optimizer step is one mini-batch. Rows per process and iteration are `per_device_train_batch_size *
+    gradient_accumulation_steps * num_mini_batches`; an iteration takes `num_ppo_epochs * num_mini_batches` steps, and
+    logging, evaluation and saving that fall due inside an iteration happen at its end.
+
+    Names are TRL's: those of its former PPOConfig for what is PPO's own, those of its 1.x trainers for the rest.
+    """
+
+    # Other defaults than transformers', for PPO.
+    learning_rate: float = field(default=1e-5, metadata={"help": "Learning rate of the policy adapter."})
+    adam_epsilon: float = field(default=1e-5, metadata={"help": "Epsilon of AdamW (arXiv 2403.17031 uses 1e-5)."})
+    logging_steps: float = field(
+        default=1, metadata={"help": "Log every X optimizer steps, at the end of the iteration they fall in."}
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Leave off: a non-finite loss stops the run, so there is none to hide."}
+    )
+    gradient_checkpointing: bool = field(
+        default=True, metadata={"help": "Recompute activations in the backward pass to save memory."}
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Compute in bfloat16 with float32 adapters. Default: on where a GPU supports it, else off."},
+    )
+
+    # Model and data
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments for from_pretrained when `model` is a string."}
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run model and tokenizer code that comes with a checkpoint."}
+    )
+    max_prompt_length: int | None = field(
+        default=512, metadata={"help": "Longest prompt in tokens; None for no limit. See overlong_prompts."}
+    )
+    overlong_prompts: str = field(
+        default="truncate",
+        metadata={
+            "help": "What happens to prompts over max_prompt_length: keep their end, or leave them out.",
+            "choices": ["truncate", "drop"],
+        },
+    )
+
+    # Rollouts
+    max_completion_length: int = field(default=256, metadata={"help": "Longest response in tokens."})
+    temperature: float = field(
+        default=0.7, metadata={"help": "Sampling temperature; it divides the logits in every log-probability too."}
+    )
+    top_p: float = field(
+        default=1.0, metadata={"help": "Only 1.0: PPO's log-probabilities do not know a truncated distribution."}
+    )
+    top_k: int = field(
+        default=0, metadata={"help": "Only 0: PPO's log-probabilities do not know a truncated distribution."}
+    )
+    generation_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "More arguments for generate; refused where they would change the sampled distribution."},
+    )
+    stop_token_ids: list[int] | None = field(
+        default=None, metadata={"help": "Token ids that end a response, beside the tokenizer's and the model's EOS."}
+    )
+    local_rollout_forward_batch_size: int = field(
+        default=64, metadata={"help": "Rows per sampling batch and per scoring pass."}
+    )
+    total_episodes: int | None = field(
+        default=None,
+        metadata={"help": "Responses to sample over the whole run, all processes; instead of max_steps or epochs."},
+    )
+
+    # Rewards
+    reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "Weight of each reward source: the reward adapter first, then reward_funcs."}
+    )
+    kl_coef: float = field(default=0.05, metadata={"help": "Weight of the KL penalty in the per-token reward."})
+    kl_estimator: str = field(
+        default="k1",
+        metadata={"help": "Estimator of the KL to the reference in the reward.", "choices": sorted(KL_ESTIMATORS)},
+    )
+    missing_eos_penalty: float | None = field(
+        default=None, metadata={"help": "Positive number taken off the score of a response without a stop token."}
+    )
+    missing_eos_score: float | None = field(
+        default=None, metadata={"help": "Score that a response without a stop token gets instead of its own."}
+    )
+    whiten_rewards: bool = field(
+        default=False, metadata={"help": "Scale the per-token rewards to unit variance; their mean stays."}
+    )
+    whiten_advantages: bool = field(default=True, metadata={"help": "Scale and shift the advantages to N(0, 1)."})
+
+    # PPO
+    num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over each rollout batch."})
+    num_mini_batches: int = field(default=1, metadata={"help": "Mini-batches (optimizer steps) per pass."})
+    gamma: float = field(default=1.0, metadata={"help": "Discount."})
+    lam: float = field(default=0.95, metadata={"help": "Lambda of generalized advantage estimation."})
+    cliprange: float = field(default=0.2, metadata={"help": "Clip range of the policy's ratio."})
+    cliprange_value: float = field(default=0.2, metadata={"help": "Clip range of the value, in units of the score."})
+    vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
+    entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus."})
+    value_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the value adapter and head. Default: learning_rate."}
+    )
+
+    # Watching
+    log_completions: bool = field(
+        default=False, metadata={"help": "Print a table of sample completions at every log and evaluation."}
+    )
+    num_completions_to_print: int = field(default=3, metadata={"help": "Rows of that table."})
+
+    def __post_init__(self) -> None:
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        _take_new_names(self)
+        self.model_init_kwargs = _parsed("model_init_kwargs", self.model_init_kwargs)
+        self.generation_kwargs = _parsed("generation_kwargs", self.generation_kwargs)
+        super().__post_init__()
+        _check_numbers(self)
+        _check_sampling(self)
+        _check_missing_eos(self)
+        if self.total_episodes is not None:
+            self.max_steps = self._steps_for(self.total_episodes)
+        _check_steps(self)
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Rows per process and optimizer step."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def local_batch_size(self) -> int:
+        """Rows per process and iteration."""
+        return self.mini_batch_size * self.num_mini_batches
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per iteration, all processes."""
+        return self.local_batch_size * self.world_size
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Optimizer steps per iteration."""
+        return self.num_ppo_epochs * self.num_mini_batches
+
+    def _steps_for(self, episodes: int) -> int:
+        steps = math.ceil(episodes / self.batch_size) * self.steps_per_iteration
+        if self.max_steps not in (-1, steps):
+            raise ValueError(
+                f"Both total_episodes={episodes} (that is {steps} steps) and max_steps={self.max_steps} "
+                "are given; set one of them."
+            )
+        return steps
+
+
+def _take_new_names(config: PPOConfig) -> None:
+    """transformers 5.2x renamed gradient_checkpointing; TRL's users keep its name here, without a warning."""
+    for suffix in ("", "_kwargs"):
+        new = f"activation_checkpointing{suffix}"
+        if getattr(config, new, False) is None:
+            setattr(config, new, getattr(config, f"gradient_checkpointing{suffix}"))
+
+
+def _parsed(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """A dict as it is, or read from the JSON that a command line gives."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return dict(json.loads(value))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} is {value!r}; expected a JSON object such as '{{\"key\": 1}}'.") from error
+
+
+_POSITIVE_INTEGERS = (
+    "max_completion_length",
+    "local_rollout_forward_batch_size",
+    "num_ppo_epochs",
+    "num_mini_batches",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+)
+_POSITIVE = ("temperature", "cliprange", "cliprange_value")
+_UNIT = ("gamma", "lam")
+_NOT_NEGATIVE = ("kl_coef", "vf_coef", "entropy_coef", "learning_rate", "num_completions_to_print")
+_OPTIONAL_POSITIVE = ("max_prompt_length", "total_episodes", "value_learning_rate", "missing_eos_penalty")
+
+
+def _check_numbers(config: PPOConfig) -> None:
+    for names, holds, wanted in (
+        (_POSITIVE_INTEGERS, lambda number: number >= 1, "an integer of at least 1"),
+        (_POSITIVE, lambda number: number > 0, "a number above 0"),
+        (_UNIT, lambda number: 0 <= number <= 1, "a number from 0 to 1"),
+        (_NOT_NEGATIVE, lambda number: number >= 0, "a number of at least 0"),
+        (_OPTIONAL_POSITIVE, lambda number: number is None or number > 0, "a number above 0, or None"),
+    ):
+        for name in names:
+            number = getattr(config, name)
+            if not holds(number) or (number is not None and not math.isfinite(number)):
+                raise ValueError(f"{name} is {number}; expected {wanted}.")
+    for name, choices in (("kl_estimator", sorted(KL_ESTIMATORS)), ("overlong_prompts", ["truncate", "drop"])):
+        if getattr(config, name) not in choices:
+            raise ValueError(f"{name} is {getattr(config, name)!r}; expected one of {choices}.")
+    if config.fp16:
+        raise ValueError("fp16=True: PPO's ratios overflow in float16. Use bf16=True, or neither for float32.")
+
+
+def _check_sampling(config: PPOConfig) -> None:
+    why = "PPO's log-probabilities are those of the whole distribution, so the ratio would start away from 1"
+    if config.top_p != 1.0:
+        raise ValueError(f"top_p is {config.top_p}; expected 1.0 ({why}). Lower the temperature instead.")
+    if config.top_k not in (0, None, -1):
+        raise ValueError(f"top_k is {config.top_k}; expected 0 ({why}). Lower the temperature instead.")
+    refused = sorted(set(config.generation_kwargs or {}) - SAMPLING_KWARGS)
+    if refused:
+        raise ValueError(
+            f"generation_kwargs has {refused}; allowed are {sorted(SAMPLING_KWARGS)}. Others change which tokens are "
+            f"sampled: {why}. Lengths, stop tokens and the temperature have options of their own."
+        )
+
+
+def _check_missing_eos(config: PPOConfig) -> None:
+    if config.missing_eos_penalty is not None and config.missing_eos_score is not None:
+        raise ValueError(
+            f"Both missing_eos_penalty={config.missing_eos_penalty} (subtract) and "
+            f"missing_eos_score={config.missing_eos_score} (replace) are given; set one of them."
+        )
+
+
+def _check_steps(config: PPOConfig) -> None:
+    if config.max_steps > 0 and config.max_steps % config.steps_per_iteration:
+        per = config.steps_per_iteration
+        raise ValueError(
+            f"max_steps={config.max_steps} is not a whole number of iterations: one takes num_ppo_epochs * "
+            f"num_mini_batches = {per} steps. Use {-(-config.max_steps // per) * per}, or total_episodes."
+        )

@@ -1,0 +1,48 @@
+"""What people see in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_WIDEST = 400
+
+
+def completions_table(
+    prompts: Sequence[Any], completions: Sequence[Any], scores: Mapping[str, Sequence[float]], title: str
+) -> Table:
+    """Prompts, completions and their scores, side by side.
+
+    Args:
+        prompts: text or messages.
+        completions: text or messages, as many.
+        scores: columns of numbers, as many.
+        title: above the table.
+    """
+    table = Table(title=title, show_lines=True, title_justify="left")
+    table.add_column("prompt", style="cyan", ratio=2)
+    table.add_column("completion", style="green", ratio=3)
+    for name in scores:
+        table.add_column(name, justify="right", style="magenta")
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        numbers = [f"{scores[name][row]:.3f}" for name in scores]
+        table.add_row(Text(_readable(prompt)), Text(_readable(completion)), *numbers)
+    return table
+
+
+def print_table(table: Table) -> None:
+    """Print to the terminal at its width."""
+    Console().print(table)
+
+
+def _readable(content: Any) -> str:
+    """Text of a prompt or completion, the role before each chat message, shortened in the middle when very long."""
+    if not isinstance(content, str):
+        content = "\n".join(f"{message['role']}: {message['content']}" for message in content)
+    if len(content) > _WIDEST:
+        content = f"{content[: _WIDEST // 2]} ... {content[-_WIDEST // 2 :]}"
+    return content

@@ -1,0 +1,127 @@
+"""Log-probabilities and entropies of chosen tokens from hidden states, without ever holding all the logits.
+
+The rows go through the output head in chunks. Where a gradient is wanted, the chunk's own gradient with respect to
+its hidden states is taken while its logits are at hand: the log-probability of a token depends on that token's hidden
+state alone, so one [N, H] tensor is all that backward needs and the head is never run twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = 2**22
+"""Logits held at once, in numbers: 16 MiB of float32."""
+
+Head = Callable[[Tensor], Tensor]
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: Head,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    *,
+    vocab_size: int,
+    entropy_gradient: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """log softmax(head(hidden) / temperature) at ``tokens``, and the entropy of that distribution.
+
+    The log-probabilities are differentiable once with respect to ``hidden``, the entropies only when asked for. The
+    head must be frozen: it gets no gradient here.
+
+    Args:
+        hidden: [N, H] float, the states that predict ``tokens``.
+        head: maps [n, H] to logits [n, V]; every row independently of the others.
+        tokens: [N] int64.
+        temperature: divides the logits, as in sampling.
+        vocab_size: V, which sizes the chunks.
+        entropy_gradient: let gradients flow through the entropies too (one more product with the head).
+        chunk_elements: upper bound of the numbers in one chunk of logits. A chunk never holds more than half the rows.
+
+    Returns:
+        ``(logprobs, entropy)``, each [N] float32, in nats.
+    """
+    size = max(1, min(chunk_elements // vocab_size, -(-hidden.shape[0] // 2)))
+    if torch.is_grad_enabled() and hidden.requires_grad:
+        logprobs, entropy = _TokenLogprobs.apply(hidden, head, tokens, temperature, size, entropy_gradient)
+        return logprobs, entropy
+    pieces = [_statistics(head(hidden[rows]), tokens[rows], temperature)[:2] for rows in _slices(len(tokens), size)]
+    logprobs, entropy = (_joined(column, hidden) for column in _columns(pieces, 2))
+    return logprobs, entropy
+
+
+def _slices(total: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, total, size)]
+
+
+def _columns(pieces: Sequence[tuple[Any, ...]], count: int) -> list[list[Any]]:
+    return [[piece[i] for piece in pieces] for i in range(count)]
+
+
+def _joined(chunks: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(chunks) if chunks else like.new_zeros(0, dtype=torch.float32)
+
+
+def _statistics(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities and entropies [n] of one chunk, and the whole log-softmax [n, V], float32."""
+    scaled = logits.float()
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    log_softmax = torch.log_softmax(scaled, dim=-1)
+    chosen = log_softmax.gather(-1, tokens[:, None]).squeeze(-1)
+    entropy = torch.special.entr(log_softmax.exp()).sum(-1)
+    return chosen, entropy, log_softmax
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Chunked log-probabilities whose gradients with respect to the hidden states are made in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Head, tokens: Tensor, temperature: float, size: int, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        slopes = torch.empty_like(hidden)
+        entropy_slopes = torch.empty_like(hidden) if entropy_gradient else None
+        pieces = []
+        for rows in _slices(len(tokens), size):
+            with torch.enable_grad():
+                leaf = hidden[rows].detach().requires_grad_()
+                logits = head(leaf)
+            chosen, entropy, log_softmax = _statistics(logits.detach(), tokens[rows], temperature)
+            if entropy_slopes is not None:
+                slope = _entropy_slope(log_softmax, entropy, temperature).to(logits.dtype)
+                entropy_slopes[rows] = torch.autograd.grad(logits, leaf, slope, retain_graph=True)[0]
+            slope = _logprob_slope(log_softmax, tokens[rows], temperature).to(logits.dtype)
+            slopes[rows] = torch.autograd.grad(logits, leaf, slope)[0]
+            pieces.append((chosen, entropy))
+        ctx.save_for_backward(slopes, entropy_slopes)
+        logprobs, entropy = (_joined(column, hidden) for column in _columns(pieces, 2))
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, logprob_gradient: Tensor, entropy_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        slopes, entropy_slopes = ctx.saved_tensors
+        gradient = logprob_gradient[:, None] * slopes
+        if entropy_slopes is not None:
+            gradient = gradient + entropy_gradient[:, None] * entropy_slopes
+        return gradient.to(slopes.dtype), None, None, None, None, None
+
+
+def _logprob_slope(log_softmax: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """d log p_a / d logits = (onehot_a - p) / temperature, [n, V]; overwrites ``log_softmax``."""
+    slope = log_softmax.exp_().div_(-temperature)
+    return slope.scatter_add_(-1, tokens[:, None], torch.full_like(slope[:, :1], 1.0 / temperature))
+
+
+def _entropy_slope(log_softmax: Tensor, entropy: Tensor, temperature: float) -> Tensor:
+    """d H / d logits = -p * (log p + H) / temperature, [n, V]."""
+    return (log_softmax.exp() * (log_softmax + entropy[:, None])).div_(-temperature)

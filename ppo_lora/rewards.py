@@ -1,0 +1,98 @@
+"""Per-token rewards: the KL penalty at every token and the score at the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .masking import last_true_index
+
+
+def _k1(log_ratio: Tensor) -> Tensor:
+    return log_ratio
+
+
+def _k2(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _k3(log_ratio: Tensor) -> Tensor:
+    return torch.expm1(-log_ratio) + log_ratio
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") -> Tensor:
+    """Per-token estimate of KL(policy || reference) from the sampled tokens.
+
+    With r = log pi(a|s) - log pi_ref(a|s): k1 = r (unbiased), k2 = r^2 / 2, k3 = exp(-r) - 1 + r (unbiased, never
+    negative). Source: Schulman, "Approximating KL divergence", 2020.
+
+    Args:
+        logprobs: [B, T] float, under the policy that sampled.
+        ref_logprobs: [B, T] float, under the reference.
+        estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
+
+    Returns:
+        [B, T] float, in nats.
+
+    Raises:
+        ValueError: for an unknown estimator.
+    """
+    if estimator not in KL_ESTIMATORS:
+        raise ValueError(f"kl_estimator is {estimator!r}; expected one of {sorted(KL_ESTIMATORS)}.")
+    return KL_ESTIMATORS[estimator](logprobs - ref_logprobs)
+
+
+def token_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    kl_estimator: str = "k1",
+) -> Tensor:
+    """Rewards of each token: -kl_coef * KL_t everywhere, and the score added at the last real token.
+
+    Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2; Ouyang et al. 2022 (arXiv 2203.02155), equation 2.
+
+    Args:
+        scores: [B] float, one score a response.
+        logprobs: [B, T] float, policy log-probabilities in nats.
+        ref_logprobs: [B, T] float, reference log-probabilities in nats.
+        mask: [B, T] bool, True at real response tokens.
+        kl_coef: weight of the penalty.
+        kl_estimator: see :func:`kl_penalty`.
+
+    Returns:
+        [B, T] float; 0 at masked positions.
+    """
+    penalty = -kl_coef * kl_penalty(logprobs, ref_logprobs, kl_estimator)
+    rewards = torch.where(mask, penalty, torch.zeros_like(penalty))
+    last = torch.arange(mask.shape[1], device=mask.device) == last_true_index(mask)[:, None]
+    return rewards + torch.where(last & mask, scores[:, None].to(rewards.dtype), torch.zeros_like(rewards))
+
+
+def subtract_missing_eos(scores: Tensor, stopped: Tensor, penalty: float) -> Tensor:
+    """Take ``penalty`` off the score of every response without a stop token (TRL's ``missing_eos_penalty``).
+
+    Args:
+        scores: [B] float.
+        stopped: [B] bool, True where the response ended with a stop token.
+        penalty: a positive number, in units of the score.
+    """
+    return torch.where(stopped, scores, scores - penalty)
+
+
+def replace_missing_eos(scores: Tensor, stopped: Tensor, score: float) -> Tensor:
+    """Give every response without a stop token this fixed ``score`` (the EOS trick of arXiv 2403.17031).
+
+    Args:
+        scores: [B] float.
+        stopped: [B] bool, True where the response ended with a stop token.
+        score: what an unfinished response is worth, in units of the score.
+    """
+    return torch.where(stopped, scores, torch.full_like(scores, score))

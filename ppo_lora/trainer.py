@@ -1,0 +1,529 @@
+"""PPO on transformers' Trainer: the train dataloader is the stream of experience."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import (
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    set_seed,
+)
+
+from .adapters import read_adapter, write_adapter, write_manifest
+from .callbacks import IterationEndCallback, PhaseProgressCallback
+from .config import PPOConfig
+from .data import PromptDataset, iteration_rows
+from .display import completions_table, print_table
+from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, policy_statistics
+from .metrics import RunningMeans
+from .rollout import (
+    build_experience,
+    final_scores,
+    rollout_metrics,
+    sample,
+    score_tokens,
+    seeded,
+    source_metrics,
+)
+from .scorers import Responses, RewardFunction, Scorer, read_responses
+from .shared_base import AdapterLike, Role, SharedBase
+from .types import Experience, Prompts
+
+VALUE_FOLDER = "value"
+_ROLLOUT_STREAM, _SHUFFLE_STREAM, _EVALUATION_STREAM = 1, 2, 3
+
+
+class ExperienceStream(IterableDataset):  # type: ignore[type-arg]
+    """Micro-batches of ever new experience: collect, then shuffle and split it for each PPO epoch.
+
+    Args:
+        collect: makes the experience of an iteration.
+        first_iteration: tells which iteration comes next when the stream is opened.
+        iterations: how many a pass over the stream makes.
+        config: the sizes.
+        seed: of the shuffles.
+    """
+
+    def __init__(
+        self,
+        collect: Callable[[int], Experience],
+        first_iteration: Callable[[], int],
+        iterations: int,
+        config: PPOConfig,
+        seed: int,
+    ):
+        self._collect, self._first_iteration, self._iterations = collect, first_iteration, iterations
+        self._config, self._seed = config, seed
+
+    def __len__(self) -> int:
+        per_step = self._config.gradient_accumulation_steps
+        return self._iterations * self._config.steps_per_iteration * per_step
+
+    def __iter__(self) -> Iterator[Experience]:
+        first = self._first_iteration()
+        for iteration in range(first, first + self._iterations):
+            experience = self._collect(iteration)
+            for epoch in range(self._config.num_ppo_epochs):
+                with seeded(self._seed, _SHUFFLE_STREAM, iteration, epoch):
+                    order = torch.randperm(len(experience))
+                yield from _micro_batches(experience, order, self._config)
+
+
+def _micro_batches(experience: Experience, order: Tensor, config: PPOConfig) -> Iterator[Experience]:
+    """One epoch: mini-batches in the given order, the rows of each sorted by length so that little is padding."""
+    lengths = experience.attention_mask.sum(dim=1).cpu()
+    for rows in order.split(config.mini_batch_size):
+        by_length = rows[lengths[rows].argsort(stable=True)]
+        for micro in by_length.split(config.per_device_train_batch_size):
+            yield experience.select(micro)
+
+
+class PPOTrainer(Trainer):
+    """Proximal policy optimization of a LoRA policy, with reference, value and reward on the same base.
+
+    Args:
+        model: a model id or folder, a causal language model without adapters, or a :class:`SharedBase`.
+        reward_funcs: one or several functions ``f(prompts, completions, completion_ids, **columns)``.
+        args: the configuration.
+        train_dataset: TRL's prompt-only format, text or messages.
+        eval_dataset: the same, or a dict of such, for :meth:`evaluate`.
+        processing_class: the tokenizer; the model's own if None.
+        callbacks, optimizers: as for ``Trainer``.
+        peft_config: of fresh adapters.
+        quantization_config: for a model given by name.
+        policy_adapter, reference_adapter, value_adapter, reward_adapter: as in :class:`SharedBase`.
+
+    Raises:
+        ValueError, TypeError: what was given cannot be trained with. Nothing is written then.
+    """
+
+    _tag_names = ["ppo_lora", "ppo", "trl"]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | SharedBase,
+        reward_funcs: RewardFunction | list[RewardFunction] | None = None,
+        args: PPOConfig | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: LoraConfig | None = None,
+        quantization_config: Any = None,
+        policy_adapter: AdapterLike | None = None,
+        reference_adapter: AdapterLike | None = None,
+        value_adapter: AdapterLike | None = None,
+        reward_adapter: AdapterLike | None = None,
+    ):
+        args = PPOConfig(output_dir=f"{_model_name(model)}-PPO") if args is None else args
+        set_seed(args.seed)
+        adapters = {
+            "policy": policy_adapter,
+            "reference": reference_adapter,
+            "value": value_adapter,
+            "reward": reward_adapter,
+        }
+        self.base = _shared_base(model, args, adapters, peft_config, quantization_config)
+        if args.bf16:
+            self.base.compute_dtype = torch.bfloat16
+        tokenizer = _tokenizer(processing_class, model, self.base, args)
+        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
+        self.scorer = Scorer(self.base, functions, args.reward_weights, args.local_rollout_forward_batch_size)
+        self.stop_token_ids = _stop_token_ids(tokenizer, self.base, args)
+        self._tokenizer = tokenizer
+        self._train_prompts = self._prompts(train_dataset, "train_dataset", args)
+        self._eval_prompts = self._all_eval_prompts(eval_dataset, args)
+        _check_enough_prompts(self._train_prompts, args)
+
+        self._progress = PhaseProgressCallback()
+        self._means = RunningMeans()
+        self._seconds: dict[str, float] = {}
+        self._samples: tuple[Responses, Tensor] | None = None
+        self._watched: list[tuple[Experience, Tensor, Tensor]] = []
+        self.kl_coef = args.kl_coef
+        super().__init__(
+            model=self.base,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=[IterationEndCallback(args.steps_per_iteration), *(callbacks or [])],
+            optimizers=optimizers,
+        )
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(self._progress)
+
+    # The stream of experience
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The experience stream; an epoch is as many iterations as it takes to use every prompt."""
+        stream = ExperienceStream(
+            self.collect,
+            lambda: self.state.global_step // self.args.steps_per_iteration,
+            -(-len(self._train_prompts) // self.args.batch_size),
+            self.args,
+            self.args.seed + self.args.process_index,
+        )
+        return DataLoader(stream, batch_size=None)
+
+    def collect(self, iteration: int) -> Experience:
+        """Sample a response to each prompt of an iteration, score them, and estimate the advantages."""
+        prompts = self._iteration_prompts(iteration)
+        rollout, responses, scores, by_source = self._scored_rollout(prompts, _ROLLOUT_STREAM, iteration)
+        with self._phase("scoring"):
+            tokens = score_tokens(self.base, rollout, self.args)
+            scores = final_scores(scores, rollout, self.args)
+            experience = build_experience(rollout, tokens, scores, self.kl_coef, self.args)
+        self._means.add(rollout_metrics(experience, tokens, rollout, self.kl_coef, self.args))
+        self._means.add(source_metrics(by_source))
+        self._samples = (responses, experience.scores)
+        self._updating_since = time.perf_counter()
+        self._tokens_collected = int(rollout.attention_mask.sum())
+        self._progress.show_phase("updating")
+        return experience
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Experience], num_batches: int, device: torch.device
+    ) -> tuple[list[Experience], Tensor]:
+        """The micro-batches of one optimizer step, and the number of response tokens in it over all processes."""
+        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        tokens = torch.stack([batch.response_mask.sum() for batch in batches]).sum()
+        return batches, self.accelerator.reduce(tokens.to(device), reduction="sum")
+
+    # One optimizer step
+
+    def training_step(
+        self, model: nn.Module, inputs: Experience, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Add one micro-batch's gradients: the policy's forward and backward, then the value's.
+
+        Losses divide by the token count of the whole step, so splitting a mini-batch does not change its gradient.
+
+        Raises:
+            FloatingPointError: the loss or a gradient is not finite; the weights are as before the step.
+        """
+        self.optimizer_train_mode()
+        tokens = inputs.response_mask.sum()
+        # DDP averages the gradients of the processes; their sum over the common token count is wanted.
+        share = tokens / num_items_in_batch * self.accelerator.num_processes
+        policy_loss, logprobs = self._policy_step(model, inputs, share, tokens)
+        value_loss, values = self._value_step(model, inputs, share, tokens)
+        self._watched.append((inputs, logprobs, values))
+        if self.accelerator.sync_gradients:
+            self._stop_if_not_finite()
+        return share * (policy_loss + self.args.vf_coef * value_loss)
+
+    def _policy_step(
+        self, model: nn.Module, batch: Experience, share: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        args, mask = self.args, batch.response_mask
+        logprobs, entropy = model(
+            Role.POLICY,
+            batch.sequences,
+            batch.attention_mask,
+            batch.response_length,
+            temperature=args.temperature,
+            entropy_gradient=args.entropy_coef > 0,
+        )
+        loss, clip_fraction = clipped_policy_loss(logprobs, batch.logprobs, batch.advantages, mask, args.cliprange)
+        total = loss + entropy_bonus(entropy, mask, args.entropy_coef) if args.entropy_coef else loss
+        self.accelerator.backward(total * share)
+        moved = policy_statistics(logprobs, batch.logprobs, mask)
+        watched = {
+            "loss/policy_avg": loss,
+            "policy/clipfrac_avg": clip_fraction,
+            "policy/approxkl_avg": moved["approxkl"],
+            "val/ratio": moved["ratio"],
+            "val/ratio_var": moved["ratio_var"],
+        }
+        self._means.add(watched, weight=tokens)
+        return total.detach(), logprobs.detach()
+
+    def _value_step(self, model: nn.Module, batch: Experience, share: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        values = model(Role.VALUE, batch.sequences, batch.attention_mask, batch.response_length)
+        loss, clip_fraction = clipped_value_loss(
+            values, batch.values, batch.returns, batch.response_mask, self.args.cliprange_value
+        )
+        self.accelerator.backward(self.args.vf_coef * loss * share)
+        self._means.add({"loss/value_avg": loss, "val/clipfrac_avg": clip_fraction}, weight=tokens)
+        return loss.detach(), values.detach()
+
+    def optimizer_train_mode(self) -> None:
+        """Schedule-free optimizers have a training mode."""
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+
+    def _stop_if_not_finite(self) -> None:
+        """Look at the step's gradients before they are used; one wait for the device a step."""
+        watched, self._watched = self._watched, []
+        named = [(name, p.grad) for name, p in self.base.named_parameters() if p.grad is not None]
+        if bool(torch.nn.utils.get_total_norm([gradient for _, gradient in named]).isfinite()):
+            return
+        broken = [name for name, gradient in named if not bool(gradient.isfinite().all())]
+        rows = [_first_broken_row(*step) for step in watched]
+        where = next((row for row in rows if row), "every row's log-probabilities and values are finite")
+        raise FloatingPointError(
+            f"The gradient is not finite at step {self.state.global_step + 1}, in {len(broken)} tensors (the first: "
+            f"{broken[0] if broken else 'their norm overflows'}); {where}. The weights were not changed by this step. "
+            "Lower the learning rates, set max_grad_norm, or compute in float32."
+        )
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """One parameter group a role: the policy's learning rate and the value's."""
+        if self.optimizer is None:
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.base)
+            rates = {Role.POLICY: self.args.learning_rate, Role.VALUE: self.args.value_learning_rate}
+            groups = [
+                {
+                    "params": parameters,
+                    "lr": self.args.learning_rate if rates[role] is None else rates[role],
+                    "weight_decay": self.args.weight_decay,
+                }
+                for role, parameters in self.base.trainable_parameters().items()
+            ]
+            self.optimizer = optimizer_class(groups, **options)
+        return self.optimizer
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not estimated: ``total_flos`` in the trainer's state stays 0."""
+        return 0
+
+    # Evaluation
+
+    def evaluate(
+        self,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Sample a response to every evaluation prompt and report scores, KL and lengths.
+
+        The random numbers are the evaluation's own and the same each time: two evaluations of one policy agree, and
+        training goes on as if there had been none.
+
+        Returns:
+            ``{prefix}_objective/scores``, ``{prefix}_objective/kl`` (nats a response), ``{prefix}_completions/...``.
+        """
+        prompts = self._eval_prompts if eval_dataset is None else self._all_eval_prompts(eval_dataset, self.args)
+        if not prompts:
+            raise ValueError("evaluate() needs prompts: give eval_dataset to the trainer or to this call.")
+        metrics: dict[str, float] = {}
+        for name, dataset in prompts.items():
+            metrics |= self._evaluate_prompts(dataset, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _evaluate_prompts(self, dataset: PromptDataset, prefix: str) -> dict[str, float]:
+        means, started = RunningMeans(), time.perf_counter()
+        mine = range(self.args.process_index, len(dataset), self.args.world_size)
+        size = self.args.local_rollout_forward_batch_size
+        for first in range(0, len(mine), size):
+            prompts = dataset.batch(mine[first : first + size])
+            rollout, responses, scores, by_source = self._scored_rollout(prompts, _EVALUATION_STREAM, first)
+            tokens = score_tokens(self.base, rollout, self.args)
+            scores = final_scores(scores, rollout, self.args)
+            experience = build_experience(rollout, tokens, scores, self.kl_coef, self.args)
+            seen = rollout_metrics(experience, tokens, rollout, self.kl_coef, self.args) | source_metrics(by_source)
+            means.add(seen, weight=float(len(prompts)))
+            if first == 0 and self.args.log_completions:
+                self._print_completions(responses, scores, f"Evaluation at step {self.state.global_step}")
+        metrics = {f"{prefix}_{name}": value for name, value in means.pop(self._sum_over_processes).items()}
+        return metrics | {f"{prefix}_runtime": time.perf_counter() - started}
+
+    # Logging
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add what the iteration measured to the training logs, under TRL's names."""
+        if "loss" in logs:
+            logs = {**logs, **self._means.pop(self._sum_over_processes), **self._resource_metrics()}
+            logs["lr"] = logs["learning_rate"]
+            logs["objective/kl_coef"] = self.kl_coef
+            logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
+            if self.args.log_completions and self._samples is not None:
+                self._print_completions(*self._samples, f"Step {self.state.global_step}")
+        super().log(logs, start_time)
+
+    def _resource_metrics(self) -> dict[str, float]:
+        """``time/*`` in seconds of the last iteration, ``memory/*`` in GiB."""
+        now = time.perf_counter()
+        seconds = {**self._seconds, "updating": now - self._updating_since}
+        self._seconds = {}
+        total = sum(seconds.values())
+        memory = {"memory/rss_gib": psutil.Process().memory_info().rss / 2**30}
+        if torch.cuda.is_available():
+            memory["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        times = {f"time/{phase}": value for phase, value in seconds.items()}
+        return {**times, "time/iteration": total, "time/tokens_per_second": self._tokens_collected / total, **memory}
+
+    def _print_completions(self, responses: Responses, scores: Tensor, title: str) -> None:
+        if not self.is_world_process_zero():
+            return
+        rows = slice(self.args.num_completions_to_print)
+        print_table(
+            completions_table(
+                responses.prompts[rows], responses.completions[rows], {"score": scores[rows].tolist()}, title
+            )
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._progress.show_phase(name)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def _sum_over_processes(self, totals: Tensor) -> Tensor:
+        summed: Tensor = self.accelerator.reduce(totals.to(self.accelerator.device), reduction="sum")
+        return summed
+
+    # Saving and resuming
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The policy as plain PEFT at the top, the value role below it, the tokenizer and a manifest."""
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        write_adapter(folder, self.base.adapter(Role.POLICY))
+        write_adapter(folder / VALUE_FOLDER, self.base.adapter(Role.VALUE))
+        self._tokenizer.save_pretrained(folder)
+        write_manifest(folder, self._manifest())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Copy the saved adapters into the parameters in place; PEFT's own loading would unfreeze and refreeze them."""
+        self.base.load_adapter(Role.POLICY, read_adapter(resume_from_checkpoint))
+        self.base.load_adapter(Role.VALUE, read_adapter(Path(resume_from_checkpoint) / VALUE_FOLDER))
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _manifest(self) -> dict[str, Any]:
+        packages = ("ppo_lora", "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
+        quantization = getattr(self.base.config, "quantization_config", None)
+        return {
+            "format": 1,
+            "base": self.base.config.name_or_path,
+            "quantization": quantization.to_dict() if hasattr(quantization, "to_dict") else quantization,
+            "roles": {role.value: self.base.sources.get(role.value) for role in self.base.roles},
+            "versions": {name: importlib.metadata.version(name) for name in packages},
+        }
+
+    # Prompts
+
+    def _prompts(self, dataset: Dataset | None, name: str, args: PPOConfig) -> PromptDataset:
+        if dataset is None:
+            raise ValueError(f"{name} is None; expected a datasets.Dataset with a 'prompt' column.")
+        return PromptDataset(dataset, self._tokenizer, args.max_prompt_length, args.overlong_prompts, name)
+
+    def _all_eval_prompts(self, dataset: Any, args: PPOConfig) -> dict[str, PromptDataset]:
+        named = dataset if isinstance(dataset, dict) else {"": dataset}
+        return {
+            name: self._prompts(part, f"eval_dataset {name}".strip(), args)
+            for name, part in named.items()
+            if part is not None
+        }
+
+    def _iteration_prompts(self, iteration: int) -> Prompts:
+        args = self.args
+        rows = iteration_rows(iteration, args.batch_size, len(self._train_prompts), args.seed)
+        start = args.process_index * args.local_batch_size
+        return self._train_prompts.batch(rows[start : start + args.local_batch_size])
+
+    def _scored_rollout(self, prompts: Prompts, stream: int, number: int) -> Any:
+        args = self.args
+        with self._phase("sampling"), seeded(args.seed, stream, number, args.process_index):
+            rollout = sample(self.base, prompts, args, self.stop_token_ids, self._tokenizer.pad_token_id)
+        with self._phase("scoring"):
+            responses = read_responses(prompts, rollout, self._tokenizer)
+            scores, by_source = self.scorer(responses, trainer_state=self.state)
+        return rollout, responses, scores, by_source
+
+
+def _model_name(model: Any) -> str:
+    name = model if isinstance(model, str) else getattr(model.config, "name_or_path", "") or "model"
+    return str(name).rstrip("/").split("/")[-1]
+
+
+def _shared_base(
+    model: Any, args: PPOConfig, adapters: dict[str, Any], peft_config: LoraConfig | None, quantization_config: Any
+) -> SharedBase:
+    if isinstance(model, SharedBase):
+        given = sorted(name for name, adapter in adapters.items() if adapter is not None)
+        if given or peft_config is not None or quantization_config is not None:
+            raise ValueError(
+                f"model is a SharedBase already, so {given or 'peft_config or quantization_config'} cannot be added; "
+                "give them to SharedBase.from_pretrained."
+            )
+        return model
+    if isinstance(model, str):
+        options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+        return SharedBase.from_pretrained(
+            model, **adapters, peft_config=peft_config, quantization_config=quantization_config, **options
+        )
+    return SharedBase(model, **adapters, peft_config=peft_config)
+
+
+def _tokenizer(given: Any, model: Any, base: SharedBase, args: PPOConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, checked; a missing pad token becomes EOS, with a warning."""
+    if given is None:
+        name = model if isinstance(model, str) else base.config.name_or_path
+        given = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    if given.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer has no EOS token, so a response can never end. Set tokenizer.eos_token to the token that "
+            "ends the model's answers."
+        )
+    if given.pad_token_id is None:
+        warnings.warn(f"The tokenizer has no pad token; using EOS ({given.eos_token!r}) for padding.", stacklevel=3)
+        given.pad_token = given.eos_token
+    vocabulary = base.config.get_text_config().vocab_size
+    if len(given) > vocabulary:
+        raise ValueError(
+            f"The tokenizer has {len(given)} tokens, the base's embedding {vocabulary}; use the base's own tokenizer, "
+            "or resize the base's embeddings and save it first."
+        )
+    return given
+
+
+def _stop_token_ids(tokenizer: PreTrainedTokenizerBase, base: SharedBase, args: PPOConfig) -> list[int]:
+    own = base.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *(args.stop_token_ids or [])} - {None}
+    return sorted(ids)
+
+
+def _check_enough_prompts(prompts: PromptDataset, args: PPOConfig) -> None:
+    if len(prompts) < args.batch_size:
+        raise ValueError(
+            f"train_dataset has {len(prompts)} prompts, one iteration takes {args.batch_size} "
+            f"(per_device_train_batch_size {args.per_device_train_batch_size} * gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps} * num_mini_batches {args.num_mini_batches} * {args.world_size} "
+            "processes). Lower one of them, or give more prompts."
+        )
+
+
+def _first_broken_row(batch: Experience, logprobs: Tensor, values: Tensor) -> str | None:
+    for name, tensor in (("log-probabilities", logprobs), ("values", values)):
+        finite = tensor.isfinite().all(dim=1)
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            ids = batch.sequences[row][batch.attention_mask[row]].tolist()
+            return f"the {name} of row {row} of its micro-batch are not finite (tokens {ids[:20]}...)"
+    return None

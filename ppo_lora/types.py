@@ -1,0 +1,130 @@
+"""Frozen records that flow between the stages of PPO.
+
+Sizes: B rows (prompt and response pairs), P prompt positions (left-padded), T response positions (right-padded).
+One mask convention everywhere: True is a real token, the stop token included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A batch of prompts, left-padded.
+
+    Attributes:
+        input_ids: [B, P] int64.
+        attention_mask: [B, P] bool, True at real tokens.
+        columns: the data set's columns (``prompt`` included), each a list of B values, for reward functions.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Prompts with the responses that the policy sampled.
+
+    Attributes:
+        sequences: [B, P + T] int64, prompt and response tokens.
+        attention_mask: [B, P + T] bool, True at real tokens of both.
+        response_mask: [B, T] bool, the response part of ``attention_mask``.
+        stopped: [B] bool, True where the response ended with a stop token (False: cut at the length limit).
+    """
+
+    sequences: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    stopped: Tensor
+
+    @property
+    def response_length(self) -> int:
+        """T, the padded length of the responses in tokens."""
+        return self.response_mask.shape[1]
+
+    @property
+    def responses(self) -> Tensor:
+        """[B, T] int64, the response part of ``sequences``."""
+        return self.sequences[:, -self.response_length :]
+
+    def completion_ids(self) -> list[list[int]]:
+        """The real response tokens of each row, the stop token included."""
+        rows = zip(self.responses.tolist(), self.response_mask.tolist(), strict=True)
+        return [[token for token, real in zip(tokens, mask, strict=True) if real] for tokens, mask in rows]
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Everything that the updates need of one rollout batch. All of it is constant: nothing here has a gradient.
+
+    Attributes:
+        sequences: [B, P + T] int64.
+        attention_mask: [B, P + T] bool.
+        response_mask: [B, T] bool.
+        logprobs: [B, T] float32, log-probabilities (nats) of the sampled tokens under the policy that sampled them.
+        ref_logprobs: [B, T] float32, the same under the reference.
+        values: [B, T] float32, V(s_t), the value before token t.
+        rewards: [B, T] float32, per-token rewards, the KL penalty in them.
+        advantages: [B, T] float32.
+        returns: [B, T] float32, what the values are fitted to.
+        scores: [B] float32, the score of the whole response.
+    """
+
+    sequences: Tensor
+    attention_mask: Tensor
+    response_mask: Tensor
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    values: Tensor
+    rewards: Tensor
+    advantages: Tensor
+    returns: Tensor
+    scores: Tensor
+
+    def __len__(self) -> int:
+        return self.sequences.shape[0]
+
+    @property
+    def response_length(self) -> int:
+        """T, the padded length of the responses in tokens."""
+        return self.response_mask.shape[1]
+
+    def select(self, rows: Tensor | Sequence[int]) -> Experience:
+        """The given rows as an Experience of their own, without the columns that are padding in all of them.
+
+        Args:
+            rows: indices into the batch, [N] int64 or a sequence of ints.
+        """
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.sequences.device)
+        return Experience(**{item.name: getattr(self, item.name)[index] for item in fields(self)})._trimmed()
+
+    def split(self, size: int) -> list[Experience]:
+        """Pieces of ``size`` consecutive rows (the last may be smaller), each trimmed as in :meth:`select`."""
+        return [self.select(range(start, min(start + size, len(self)))) for start in range(0, len(self), size)]
+
+    def _trimmed(self) -> Experience:
+        """Drop the leading and trailing columns that are padding in every row."""
+        width = self.response_length
+        prompt_real = self.attention_mask[:, :-width].any(dim=0)
+        response_real = self.response_mask.any(dim=0)
+        first = int(prompt_real.int().argmax()) if bool(prompt_real.any()) else prompt_real.numel()
+        length = int(response_real.nonzero().max()) + 1 if bool(response_real.any()) else 1
+        stop = prompt_real.numel() + length
+        by_token = {
+            item.name: getattr(self, item.name)[:, :length]
+            for item in fields(self)
+            if getattr(self, item.name).dim() == 2 and getattr(self, item.name).shape[1] == width
+        }
+        whole = {name: getattr(self, name)[:, first:stop] for name in ("sequences", "attention_mask")}
+        return replace(self, **{**by_token, **whole})

@@ -1,0 +1,84 @@
+"""PPO with one base and a LoRA adapter per role.
+
+accelerate launch scripts/ppo.py --config configs/quickstart/ppo.yaml [--option value ...]
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import load_dataset
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+from ppo_lora import PPOConfig, PPOTrainer
+
+
+@dataclass
+class PPOScriptArguments(ScriptArguments):
+    """What to train on, and where each role and the rewards come from."""
+
+    policy_adapter: str | None = field(
+        default=None, metadata={"help": "Adapter to start the policy from (an SFT adapter). Default: a fresh one."}
+    )
+    reference_adapter: str | None = field(
+        default=None, metadata={"help": "Adapter of the reference. Default: the policy as it starts."}
+    )
+    value_adapter: str | None = field(
+        default=None,
+        metadata={
+            "help": "'separate' (default; starts from the reward adapter), 'shared' with the policy, or a path."
+        },
+    )
+    reward_adapter: str | None = field(default=None, metadata={"help": "SEQ_CLS reward adapter for the same base."})
+    reward_funcs: list[str] | None = field(
+        default=None, metadata={"help": "Reward functions by dotted name, such as my_module.my_reward."}
+    )
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """A function by its dotted name, also from the working directory."""
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        raise ValueError(f"reward_funcs has {name!r}; expected a dotted name such as my_module.my_reward.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return getattr(importlib.import_module(module), attribute)
+
+
+def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: ModelConfig) -> None:
+    """Build the trainer from the arguments, train, save."""
+    model_args.use_peft = True
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    trainer = PPOTrainer(
+        model=model_args.model_name_or_path,
+        reward_funcs=[load_function(name) for name in script_args.reward_funcs or []],
+        args=training_args,
+        train_dataset=dataset[script_args.dataset_train_split],
+        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
+        policy_adapter=script_args.policy_adapter,
+        reference_adapter=script_args.reference_adapter,
+        value_adapter=script_args.value_adapter,
+        reward_adapter=script_args.reward_adapter,
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    if training_args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+
+
+if __name__ == "__main__":
+    parser = TrlParser((PPOScriptArguments, PPOConfig, ModelConfig))
+    main(*parser.parse_args_and_config(fail_with_unknown_args=True))
