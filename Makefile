@@ -32,9 +32,9 @@ test-oldest: $(VENV_OLDEST)/.installed  ## the fast tests on the oldest versions
 	$(TEST_ENV) $(VENV_OLDEST)/bin/python -m pytest -n $(WORKERS) -m "not soak and not gpu" --ignore tests/integration $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed  ## ruff, formatting, types, and the direction of imports
-	$(VENV)/bin/ruff check
-	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy ppo_lora
+	$(VENV)/bin/python -m ruff check
+	$(VENV)/bin/python -m ruff format --check
+	$(VENV)/bin/python -m mypy ppo_lora
 	$(TEST_ENV) $(VENV)/bin/python -m pytest tests/test_import_direction.py -q
 
 soak: $(VENV)/.installed  ## the long tests

@@ -6,9 +6,11 @@ from .config import PPOConfig
 from .logprobs import token_logprobs
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus
 from .masking import masked_mean, masked_var, masked_whiten
+from .preparation import default_peft_config
 from .rewards import kl_penalty, token_rewards
+from .roles import Role
 from .scorers import Responses, Scorer
-from .shared_base import Role, SharedBase, default_peft_config
+from .shared_base import SharedBase
 from .trainer import PPOTrainer
 from .types import Experience, Prompts, Rollout
 

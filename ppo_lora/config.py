@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import TrainingArguments
@@ -162,6 +162,22 @@ class PPOConfig(TrainingArguments):
     def steps_per_iteration(self) -> int:
         """Optimizer steps per iteration."""
         return self.num_ppo_epochs * self.num_mini_batches
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """Keyword arguments for loading a model by name."""
+        given = cast("dict[str, Any]", self.model_init_kwargs or {})
+        return {"trust_remote_code": self.trust_remote_code, **given}
+
+    @property
+    def generation_options(self) -> dict[str, Any]:
+        """Keyword arguments for sampling, from temperature, lengths and `generation_kwargs`."""
+        return {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "max_new_tokens": self.max_completion_length,
+            **cast("dict[str, Any]", self.generation_kwargs or {}),
+        }
 
     def _steps_for(self, episodes: int) -> int:
         steps = math.ceil(episodes / self.batch_size) * self.steps_per_iteration

@@ -14,7 +14,8 @@ from .advantages import generalized_advantage_estimation
 from .config import PPOConfig
 from .masking import first_stop_mask, masked_mean, masked_whiten
 from .rewards import kl_penalty, replace_missing_eos, subtract_missing_eos, token_rewards
-from .shared_base import Role, SharedBase
+from .roles import Role
+from .shared_base import SharedBase
 from .types import Experience, Prompts, Rollout
 
 
@@ -67,12 +68,9 @@ def sample(
             input_ids=ids.to(base.device),
             attention_mask=mask.to(base.device),
             role=role,
-            do_sample=True,
-            temperature=config.temperature,
-            max_new_tokens=config.max_completion_length,
             eos_token_id=list(stop_token_ids),
             pad_token_id=pad_token_id,
-            **(config.generation_kwargs or {}),
+            **config.generation_options,
         )[:, ids.shape[1] :]
         for ids, mask in pieces
     ]

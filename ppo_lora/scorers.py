@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .shared_base import Role, SharedBase
+from .roles import Role
+from .shared_base import SharedBase
 from .types import Prompts, Rollout
 
 RewardFunction = Callable[..., Any]

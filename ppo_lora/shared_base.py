@@ -1,51 +1,35 @@
-"""One base model, four roles on it. Knows nothing of PPO.
-
-A role is a LoRA adapter (or none) and, for value and reward, a scalar head. Switching roles writes two flags of every
-LoRA layer and touches neither parameters nor ``requires_grad``: PEFT's own ``set_adapter`` and ``disable_adapter``
-freeze and unfreeze adapters as a side effect, which silently drops gradients and optimizer groups.
-"""
+"""One base model, four roles on it. Knows nothing of PPO."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .adapters import Adapter, AdapterSource, ScalarHead, read_adapter, role_config
+from .adapters import Adapter, AdapterSource, ScalarHead, read_adapter
 from .logprobs import token_logprobs
 from .masking import last_true_index, position_ids
-
-
-class Role(str, Enum):
-    """What the shared base is at the moment."""
-
-    POLICY = "policy"
-    REFERENCE = "reference"
-    VALUE = "value"
-    REWARD = "reward"
-
+from .preparation import (
+    check_base,
+    check_head_untouched,
+    fresh_config,
+    neutral_generation_config,
+    remove_dropout,
+)
+from .roles import Role, RoleAdapters
 
 SHARED = "shared"
 SEPARATE = "separate"
 AdapterLike = str | Path | AdapterSource | Adapter
-
-_ZERO_AT_START = (True, "gaussian")
-"""`init_lora_weights` that make B = 0 and leave the base's weights alone."""
-
-
-def default_peft_config() -> LoraConfig:
-    """LoRA of rank 16 on every linear layer but the output head."""
-    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 class SharedBase(nn.Module):
@@ -79,24 +63,21 @@ class SharedBase(nn.Module):
         peft_config: LoraConfig | None = None,
     ):
         super().__init__()
-        _check_base(model)
+        check_base(model)
         model.requires_grad_(False)
         model.eval()
-        _remove_dropout(model)
-        model.generation_config = _neutral_generation_config(model)
+        remove_dropout(model)
+        model.generation_config = neutral_generation_config(model)
         self.model = model
         self.compute_dtype: torch.dtype = model.dtype
-        self.sources: dict[str, str | None] = {}
-        self._fresh_config = _fresh_config(peft_config)
         self._takes_positions = "position_ids" in signature(self.backbone.forward).parameters
-        self._adapter_names: dict[Role, str | None] = {}
-        self._active = Role.POLICY
         self._checkpointed: list[nn.Module] = []
-        self._add_roles(policy, reference, value, reward)
-        self._layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-        _check_head_untouched(model)
+        self.adapters = RoleAdapters(model)
+        self.reward_head: ScalarHead | None = None
+        self._add_roles(policy, reference, value, reward, fresh_config(peft_config, model))
+        check_head_untouched(model)
         self._freeze()
-        self._activate(Role.POLICY)
+        self.adapters.activate(Role.POLICY)
         self.eval()
         self._check_logits()
 
@@ -138,33 +119,33 @@ class SharedBase(nn.Module):
         Raises:
             ValueError: the base does not have that role.
         """
-        previous = self._active
-        self._activate(self._known(role))
+        previous = self.adapters.active
+        self.adapters.activate(self._known(role))
         try:
             yield self
         finally:
-            self._activate(previous)
+            self.adapters.activate(previous)
 
     @property
     def active_role(self) -> Role:
         """The role of the moment."""
-        return self._active
+        return self.adapters.active
 
     @property
     def roles(self) -> tuple[Role, ...]:
         """The roles this base has."""
-        return tuple(self._adapter_names)
+        return self.adapters.roles
 
     @property
     def shares_value_adapter(self) -> bool:
         """Whether the value role lives on the policy's adapter."""
-        return self._adapter_names[Role.VALUE] == Role.POLICY.value
+        return self.adapters.same(Role.VALUE, Role.POLICY)
 
     def trainable_parameters(self) -> dict[Role, list[nn.Parameter]]:
         """The parameters that training changes, by role. With a shared value adapter the value has its head only."""
-        value = [] if self.shares_value_adapter else self._adapter_parameters(Role.VALUE)
+        value = [] if self.shares_value_adapter else self.adapters.parameters(Role.VALUE)
         return {
-            Role.POLICY: self._adapter_parameters(Role.POLICY),
+            Role.POLICY: self.adapters.parameters(Role.POLICY),
             Role.VALUE: [*value, *self.value_head.parameters()],
         }
 
@@ -248,6 +229,8 @@ class SharedBase(nn.Module):
         Raises:
             ValueError: the base has no reward role.
         """
+        self._known(Role.REWARD)
+        assert self.reward_head is not None
         hidden = self._hidden_states(Role.REWARD, input_ids, attention_mask)
         last = last_true_index(attention_mask.bool())
         return self.reward_head(hidden[torch.arange(len(last), device=last.device), last])
@@ -297,17 +280,8 @@ class SharedBase(nn.Module):
             ValueError: the role has no adapter.
         """
         role = self._known(role)
-        name = self._adapter_names[role]
-        if name is None:
-            raise ValueError(f"The {role.value} role is the base without an adapter; there is nothing to save.")
-        tensors = get_peft_model_state_dict(self._peft, adapter_name=name, save_embedding_layers=False)
-        head = {Role.VALUE: self.value_head, Role.REWARD: self.reward_head}.get(role)
-        return Adapter(
-            config=self._peft.peft_config[name],
-            tensors=tensors,
-            head=None if head is None else head.state_dict(),
-            source=self.sources.get(role.value),
-        )
+        head = self._head(role)
+        return replace(self.adapters.export(role), head=None if head is None else head.state_dict())
 
     def load_adapter(self, role: Role | str, adapter: Adapter) -> None:
         """Copy an adapter's tensors, and its head for value and reward, into the role's parameters in place.
@@ -316,13 +290,13 @@ class SharedBase(nn.Module):
             ValueError: names or shapes differ from the role's, or the head is missing.
         """
         role = self._known(role)
-        name = self._adapter_names[role]
-        if name is None:
-            raise ValueError(f"The {role.value} role is the base without an adapter; nothing can be loaded into it.")
-        self._copy_tensors(name, adapter)
-        head = {Role.VALUE: self.value_head, Role.REWARD: self.reward_head}.get(role)
+        self.adapters.load(role, adapter)
+        head = self._head(role)
         if head is not None:
             head.load_state_dict(adapter.scalar_head(self._hidden_size).state_dict())
+
+    def _head(self, role: Role) -> ScalarHead | None:
+        return {Role.VALUE: self.value_head, Role.REWARD: self.reward_head}.get(role)
 
     # What transformers.Trainer expects of a model
 
@@ -398,62 +372,31 @@ class SharedBase(nn.Module):
         reference: AdapterLike | None,
         value: AdapterLike | None,
         reward: AdapterLike | None,
+        config: LoraConfig,
     ) -> None:
         start, scorer = _read(policy), _read(reward)
-        config = self._fresh_config if start is None else start.config
-        self._peft = PeftModel(self.model, config, adapter_name=Role.POLICY.value)
-        self._adapter_names[Role.POLICY] = Role.POLICY.value
-        if start is not None:
-            self._copy_tensors(Role.POLICY.value, start)
-        self.sources[Role.POLICY.value] = None if start is None else start.source
-        self._add_reference(_read(reference), fresh_policy=start is None)
-        self.reward_head = None if scorer is None else scorer.scalar_head(self._hidden_size)
+        self.adapters.add(Role.POLICY, start or config)
+        self._add_reference(_read(reference), starts_at_base=start is None and not config.use_dora)
         if scorer is not None:
-            self._add_adapter(Role.REWARD, scorer)
-        self._add_value(value, scorer)
+            self.adapters.add(Role.REWARD, scorer)
+            self.reward_head = scorer.scalar_head(self._hidden_size).to(self.device)
+        self._add_value(scorer if value in (None, SEPARATE) else value, scorer, config)
 
-    def _add_reference(self, reference: Adapter | None, fresh_policy: bool) -> None:
-        if reference is not None:
-            self._add_adapter(Role.REFERENCE, reference)
-        elif fresh_policy and not self._fresh_config.use_dora:
-            self._adapter_names[Role.REFERENCE] = None
+    def _add_reference(self, reference: Adapter | None, starts_at_base: bool) -> None:
+        if reference is None and starts_at_base:
+            self.adapters.share(Role.REFERENCE, None)
         else:
-            self._add_adapter(Role.REFERENCE, self.adapter(Role.POLICY))
+            self.adapters.add(Role.REFERENCE, reference or self.adapters.export(Role.POLICY))
 
-    def _add_value(self, value: AdapterLike | None, scorer: Adapter | None) -> None:
+    def _add_value(self, value: AdapterLike | None, scorer: Adapter | None, config: LoraConfig) -> None:
         if value == SHARED:
-            head = None if scorer is None else scorer.head
-            self._adapter_names[Role.VALUE] = Role.POLICY.value
-            self.sources[Role.VALUE.value] = SHARED
+            self.adapters.share(Role.VALUE, Role.POLICY, source=SHARED)
+            start = scorer
         else:
-            start = scorer if value in (None, SEPARATE) else _read(value)
-            head = None if start is None else start.head
-            if start is not None and head is None:
-                start.scalar_head(self._hidden_size)
-            self._add_adapter(Role.VALUE, start or Adapter(self._fresh_config, {}))
-        made = Adapter(self._fresh_config, {}, head).scalar_head(self._hidden_size) if head else None
-        self.value_head = (made or ScalarHead.zeros(self._hidden_size)).to(self.device)
-        if self.reward_head is not None:
-            self.reward_head = self.reward_head.to(self.device)
-
-    def _add_adapter(self, role: Role, adapter: Adapter) -> None:
-        """Give ``role`` an adapter of its own: a copy of the tensors, or PEFT's fresh weights where there are none."""
-        try:
-            self._peft.add_adapter(role.value, role_config(adapter.config))
-        except ValueError as error:
-            raise ValueError(
-                f"The {role.value} adapter {adapter.source or ''} does not fit {type(self.model).__name__}: {error} "
-                "Load the base that the adapter was trained on."
-            ) from error
-        self._adapter_names[role] = role.value
-        self.sources[role.value] = adapter.source
-        if adapter.tensors:
-            self._copy_tensors(role.value, adapter)
-
-    def _copy_tensors(self, name: str, adapter: Adapter) -> None:
-        expected = get_peft_model_state_dict(self._peft, adapter_name=name, save_embedding_layers=False)
-        _check_tensors(expected, adapter, f"{name} adapter {adapter.source or ''}".strip(), type(self.model).__name__)
-        set_peft_model_state_dict(self._peft, dict(adapter.tensors), adapter_name=name)
+            start = _read(value)
+            self.adapters.add(Role.VALUE, start or config)
+        head = ScalarHead.zeros(self._hidden_size) if start is None else start.scalar_head(self._hidden_size)
+        self.value_head = head.to(self.device)
 
     def _freeze(self) -> None:
         """Exactly the policy's and the value's parameters are trainable, from now on and for good."""
@@ -462,41 +405,21 @@ class SharedBase(nn.Module):
             for parameter in parameters:
                 parameter.requires_grad_(True)
 
-    def _adapter_parameters(self, role: Role) -> list[nn.Parameter]:
-        name = self._adapter_names[role]
-        found = []
-        for layer in self._layers:
-            for attribute in layer.adapter_layer_names:
-                container = getattr(layer, attribute)
-                if name in container:
-                    entry = container[name]
-                    found += [entry] if isinstance(entry, nn.Parameter) else list(entry.parameters())
-        return found
-
     # Switching
 
     def _known(self, role: Role | str) -> Role:
         if role not in [known.value for known in Role]:
             raise ValueError(f"Unknown role {role!r}; expected one of {[known.value for known in Role]}.")
-        if Role(role) not in self._adapter_names:
+        if Role(role) not in self.adapters.roles:
             raise ValueError(
                 f"This base has no {Role(role).value} role. Give SharedBase a {Role(role).value} adapter, or take "
                 "scores from reward functions."
             )
         return Role(role)
 
-    def _activate(self, role: Role) -> None:
-        # PEFT's public switches change requires_grad; these two flags are all that its forward reads.
-        # tests/test_shared_base.py::test_peft_layers_still_read_the_flags_that_roles_write tells when they move.
-        name = self._adapter_names[role]
-        flags = {"_active_adapter": [] if name is None else [name], "_disable_adapters": name is None}
-        for layer in self._layers:
-            vars(layer).update(flags)
-        self._active = role
-
     def _recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For torch.utils.checkpoint: nothing around the forward, and its role again around the recomputation."""
-        return nullcontext(), self.role(self._active)
+        return nullcontext(), self.role(self.adapters.active)
 
     def _set_checkpointing_layers(self, enabled: bool) -> None:
         """transformers checkpoints layers that are in training mode; the modules inside them stay without dropout."""
@@ -556,83 +479,6 @@ def _read(source: AdapterLike | None) -> Any:
     if source is None or isinstance(source, Adapter) or source in (SHARED, SEPARATE):
         return source
     return read_adapter(source)
-
-
-def _check_base(model: PreTrainedModel) -> None:
-    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
-        raise TypeError(
-            f"The base is a {type(model).__name__}; expected a transformers causal language model with an output "
-            "head (AutoModelForCausalLM)."
-        )
-    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
-        raise ValueError(
-            "The base already has adapters in it. Pass the plain model, and the adapters by role: "
-            "SharedBase(model, policy='path/to/adapter')."
-        )
-
-
-def _fresh_config(peft_config: LoraConfig | None) -> LoraConfig:
-    config = default_peft_config() if peft_config is None else peft_config
-    if not isinstance(config, LoraConfig):
-        raise TypeError(f"peft_config is a {type(config).__name__}; expected a LoraConfig.")
-    if config.init_lora_weights not in _ZERO_AT_START:
-        raise ValueError(
-            f"init_lora_weights is {config.init_lora_weights!r}, which starts away from the base or rewrites its "
-            "weights; four roles share them. Use True or 'gaussian'."
-        )
-    if config.target_modules is None:
-        config = LoraConfig(**{**config.to_dict(), "target_modules": "all-linear"})
-    return role_config(config)
-
-
-def _check_head_untouched(model: PreTrainedModel) -> None:
-    head = model.get_output_embeddings()
-    wrapped = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer) and module is head]
-    if wrapped or not isinstance(getattr(head, "weight", None), Tensor) or _has_saved_modules(model):
-        raise ValueError(
-            "An adapter changes the output head or has modules_to_save besides its score head; the roles share the "
-            "base's head, which stays frozen. Leave lm_head out of target_modules and modules_to_save."
-        )
-
-
-def _has_saved_modules(model: PreTrainedModel) -> bool:
-    return any("modules_to_save" in name for name, _ in model.named_parameters())
-
-
-def _check_tensors(expected: dict[str, Tensor], adapter: Adapter, what: str, base: str) -> None:
-    """Same names and shapes, or a ValueError that shows the first difference."""
-    missing = sorted(expected.keys() - adapter.tensors.keys())
-    extra = sorted(adapter.tensors.keys() - expected.keys())
-    if missing or extra:
-        raise ValueError(
-            f"The {what} does not fit {base}: {len(missing)} tensors are missing"
-            f"{f' (the first: {missing[0]})' if missing else ''} and {len(extra)} have no place"
-            f"{f' (the first: {extra[0]})' if extra else ''}. Load the base that the adapter was trained on."
-        )
-    for key, tensor in expected.items():
-        given = adapter.tensors[key]
-        if tensor.shape != given.shape:
-            raise ValueError(
-                f"The {what} does not fit {base}: {key} is {list(given.shape)} in the adapter and "
-                f"{list(tensor.shape)} on the base. Load the base that the adapter was trained on (hidden and "
-                "vocabulary sizes must agree)."
-            )
-
-
-def _remove_dropout(model: PreTrainedModel) -> None:
-    """Zero every dropout probability: modules, and attributes that layers hand to functional dropout."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
-                setattr(module, name, 0.0)
-
-
-def _neutral_generation_config(model: PreTrainedModel) -> GenerationConfig:
-    """Special tokens only: a checkpoint's repetition penalty, say, would make samples that no log-probability knows."""
-    given = model.generation_config
-    return GenerationConfig(
-        bos_token_id=given.bos_token_id, eos_token_id=given.eos_token_id, pad_token_id=given.pad_token_id
-    )
 
 
 def _scattered(values: Tensor, mask: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import (
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
     set_seed,
 )
 
@@ -33,6 +32,7 @@ from .data import PromptDataset, iteration_rows
 from .display import completions_table, print_table
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, policy_statistics
 from .metrics import RunningMeans
+from .roles import Role
 from .rollout import (
     build_experience,
     final_scores,
@@ -43,56 +43,14 @@ from .rollout import (
     source_metrics,
 )
 from .scorers import Responses, RewardFunction, Scorer, read_responses
-from .shared_base import AdapterLike, Role, SharedBase
+from .setup import check_enough_prompts, model_name, shared_base, stop_token_ids, tokenizer_for
+from .shared_base import AdapterLike, SharedBase
+from .stream import ExperienceStream
 from .types import Experience, Prompts
 
 VALUE_FOLDER = "value"
-_ROLLOUT_STREAM, _SHUFFLE_STREAM, _EVALUATION_STREAM = 1, 2, 3
-
-
-class ExperienceStream(IterableDataset):  # type: ignore[type-arg]
-    """Micro-batches of ever new experience: collect, then shuffle and split it for each PPO epoch.
-
-    Args:
-        collect: makes the experience of an iteration.
-        first_iteration: tells which iteration comes next when the stream is opened.
-        iterations: how many a pass over the stream makes.
-        config: the sizes.
-        seed: of the shuffles.
-    """
-
-    def __init__(
-        self,
-        collect: Callable[[int], Experience],
-        first_iteration: Callable[[], int],
-        iterations: int,
-        config: PPOConfig,
-        seed: int,
-    ):
-        self._collect, self._first_iteration, self._iterations = collect, first_iteration, iterations
-        self._config, self._seed = config, seed
-
-    def __len__(self) -> int:
-        per_step = self._config.gradient_accumulation_steps
-        return self._iterations * self._config.steps_per_iteration * per_step
-
-    def __iter__(self) -> Iterator[Experience]:
-        first = self._first_iteration()
-        for iteration in range(first, first + self._iterations):
-            experience = self._collect(iteration)
-            for epoch in range(self._config.num_ppo_epochs):
-                with seeded(self._seed, _SHUFFLE_STREAM, iteration, epoch):
-                    order = torch.randperm(len(experience))
-                yield from _micro_batches(experience, order, self._config)
-
-
-def _micro_batches(experience: Experience, order: Tensor, config: PPOConfig) -> Iterator[Experience]:
-    """One epoch: mini-batches in the given order, the rows of each sorted by length so that little is padding."""
-    lengths = experience.attention_mask.sum(dim=1).cpu()
-    for rows in order.split(config.mini_batch_size):
-        by_length = rows[lengths[rows].argsort(stable=True)]
-        for micro in by_length.split(config.per_device_train_batch_size):
-            yield experience.select(micro)
+_ROLLOUTS, _EVALUATIONS = 1, 3
+"""Names of the streams of random numbers; the shuffles' is 2."""
 
 
 class PPOTrainer(Trainer):
@@ -114,6 +72,9 @@ class PPOTrainer(Trainer):
         ValueError, TypeError: what was given cannot be trained with. Nothing is written then.
     """
 
+    args: PPOConfig
+    control: TrainerControl
+    optimizer: Any
     _tag_names = ["ppo_lora", "ppo", "trl"]
 
     def __init__(
@@ -133,7 +94,7 @@ class PPOTrainer(Trainer):
         value_adapter: AdapterLike | None = None,
         reward_adapter: AdapterLike | None = None,
     ):
-        args = PPOConfig(output_dir=f"{_model_name(model)}-PPO") if args is None else args
+        args = PPOConfig(output_dir=f"{model_name(model)}-PPO") if args is None else args
         set_seed(args.seed)
         adapters = {
             "policy": policy_adapter,
@@ -141,17 +102,17 @@ class PPOTrainer(Trainer):
             "value": value_adapter,
             "reward": reward_adapter,
         }
-        self.base = _shared_base(model, args, adapters, peft_config, quantization_config)
+        self.base = shared_base(model, args, adapters, peft_config, quantization_config)
         if args.bf16:
             self.base.compute_dtype = torch.bfloat16
-        tokenizer = _tokenizer(processing_class, model, self.base, args)
+        tokenizer = tokenizer_for(processing_class, model, self.base, args)
         functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         self.scorer = Scorer(self.base, functions, args.reward_weights, args.local_rollout_forward_batch_size)
-        self.stop_token_ids = _stop_token_ids(tokenizer, self.base, args)
+        self.stop_token_ids = stop_token_ids(tokenizer, self.base, args)
         self._tokenizer = tokenizer
         self._train_prompts = self._prompts(train_dataset, "train_dataset", args)
         self._eval_prompts = self._all_eval_prompts(eval_dataset, args)
-        _check_enough_prompts(self._train_prompts, args)
+        check_enough_prompts(self._train_prompts, args)
 
         self._progress = PhaseProgressCallback()
         self._means = RunningMeans()
@@ -187,7 +148,7 @@ class PPOTrainer(Trainer):
     def collect(self, iteration: int) -> Experience:
         """Sample a response to each prompt of an iteration, score them, and estimate the advantages."""
         prompts = self._iteration_prompts(iteration)
-        rollout, responses, scores, by_source = self._scored_rollout(prompts, _ROLLOUT_STREAM, iteration)
+        rollout, responses, scores, by_source = self._scored_rollout(prompts, _ROLLOUTS, iteration)
         with self._phase("scoring"):
             tokens = score_tokens(self.base, rollout, self.args)
             scores = final_scores(scores, rollout, self.args)
@@ -223,7 +184,7 @@ class PPOTrainer(Trainer):
         self.optimizer_train_mode()
         tokens = inputs.response_mask.sum()
         # DDP averages the gradients of the processes; their sum over the common token count is wanted.
-        share = tokens / num_items_in_batch * self.accelerator.num_processes
+        share = tokens / (num_items_in_batch or tokens) * self.accelerator.num_processes
         policy_loss, logprobs = self._policy_step(model, inputs, share, tokens)
         value_loss, values = self._value_step(model, inputs, share, tokens)
         self._watched.append((inputs, logprobs, values))
@@ -338,7 +299,7 @@ class PPOTrainer(Trainer):
         size = self.args.local_rollout_forward_batch_size
         for first in range(0, len(mine), size):
             prompts = dataset.batch(mine[first : first + size])
-            rollout, responses, scores, by_source = self._scored_rollout(prompts, _EVALUATION_STREAM, first)
+            rollout, responses, scores, by_source = self._scored_rollout(prompts, _EVALUATIONS, first)
             tokens = score_tokens(self.base, rollout, self.args)
             scores = final_scores(scores, rollout, self.args)
             experience = build_experience(rollout, tokens, scores, self.kl_coef, self.args)
@@ -408,7 +369,7 @@ class PPOTrainer(Trainer):
         write_manifest(folder, self._manifest())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Copy the saved adapters into the parameters in place; PEFT's own loading would unfreeze and refreeze them."""
+        """Copy the saved adapters into the parameters in place; PEFT's own loading would freeze and unfreeze them."""
         self.base.load_adapter(Role.POLICY, read_adapter(resume_from_checkpoint))
         self.base.load_adapter(Role.VALUE, read_adapter(Path(resume_from_checkpoint) / VALUE_FOLDER))
 
@@ -417,12 +378,12 @@ class PPOTrainer(Trainer):
 
     def _manifest(self) -> dict[str, Any]:
         packages = ("ppo_lora", "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
-        quantization = getattr(self.base.config, "quantization_config", None)
+        quantization: Any = getattr(self.base.config, "quantization_config", None)
         return {
             "format": 1,
             "base": self.base.config.name_or_path,
             "quantization": quantization.to_dict() if hasattr(quantization, "to_dict") else quantization,
-            "roles": {role.value: self.base.sources.get(role.value) for role in self.base.roles},
+            "roles": {role.value: self.base.adapters.sources[role] for role in self.base.roles},
             "versions": {name: importlib.metadata.version(name) for name in packages},
         }
 
@@ -455,68 +416,6 @@ class PPOTrainer(Trainer):
             responses = read_responses(prompts, rollout, self._tokenizer)
             scores, by_source = self.scorer(responses, trainer_state=self.state)
         return rollout, responses, scores, by_source
-
-
-def _model_name(model: Any) -> str:
-    name = model if isinstance(model, str) else getattr(model.config, "name_or_path", "") or "model"
-    return str(name).rstrip("/").split("/")[-1]
-
-
-def _shared_base(
-    model: Any, args: PPOConfig, adapters: dict[str, Any], peft_config: LoraConfig | None, quantization_config: Any
-) -> SharedBase:
-    if isinstance(model, SharedBase):
-        given = sorted(name for name, adapter in adapters.items() if adapter is not None)
-        if given or peft_config is not None or quantization_config is not None:
-            raise ValueError(
-                f"model is a SharedBase already, so {given or 'peft_config or quantization_config'} cannot be added; "
-                "give them to SharedBase.from_pretrained."
-            )
-        return model
-    if isinstance(model, str):
-        options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-        return SharedBase.from_pretrained(
-            model, **adapters, peft_config=peft_config, quantization_config=quantization_config, **options
-        )
-    return SharedBase(model, **adapters, peft_config=peft_config)
-
-
-def _tokenizer(given: Any, model: Any, base: SharedBase, args: PPOConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer, checked; a missing pad token becomes EOS, with a warning."""
-    if given is None:
-        name = model if isinstance(model, str) else base.config.name_or_path
-        given = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
-    if given.eos_token_id is None:
-        raise ValueError(
-            "The tokenizer has no EOS token, so a response can never end. Set tokenizer.eos_token to the token that "
-            "ends the model's answers."
-        )
-    if given.pad_token_id is None:
-        warnings.warn(f"The tokenizer has no pad token; using EOS ({given.eos_token!r}) for padding.", stacklevel=3)
-        given.pad_token = given.eos_token
-    vocabulary = base.config.get_text_config().vocab_size
-    if len(given) > vocabulary:
-        raise ValueError(
-            f"The tokenizer has {len(given)} tokens, the base's embedding {vocabulary}; use the base's own tokenizer, "
-            "or resize the base's embeddings and save it first."
-        )
-    return given
-
-
-def _stop_token_ids(tokenizer: PreTrainedTokenizerBase, base: SharedBase, args: PPOConfig) -> list[int]:
-    own = base.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *(args.stop_token_ids or [])} - {None}
-    return sorted(ids)
-
-
-def _check_enough_prompts(prompts: PromptDataset, args: PPOConfig) -> None:
-    if len(prompts) < args.batch_size:
-        raise ValueError(
-            f"train_dataset has {len(prompts)} prompts, one iteration takes {args.batch_size} "
-            f"(per_device_train_batch_size {args.per_device_train_batch_size} * gradient_accumulation_steps "
-            f"{args.gradient_accumulation_steps} * num_mini_batches {args.num_mini_batches} * {args.world_size} "
-            "processes). Lower one of them, or give more prompts."
-        )
 
 
 def _first_broken_row(batch: Experience, logprobs: Tensor, values: Tensor) -> str | None:

@@ -26,10 +26,10 @@ class BaseSettings:
 
     seed: int = 0
     texts: int = 8192
-    steps: int = 300
+    steps: int = 400
     batch_size: int = 32
     block_tokens: int = 64
-    learning_rate: float = 3e-3
+    learning_rate: float = 5e-3
     hidden_size: int = 64
     layers: int = 2
     heads: int = 4

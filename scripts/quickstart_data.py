@@ -17,13 +17,15 @@ THINGS = (
 )
 OPENINGS = ("review of the {product} :", "my honest review of the {product} :", "what i think of the {product} :")
 
-PRAISE = tuple("solid graceful lovely superb reliable comfortable neat pleasant handy sturdy perfect clever".split())
-BLAME = tuple("flimsy nasty noisy dull fragile bulky clumsy shabby poor hopeless rough cheap".split())
+PRAISE = tuple("solid graceful lovely superb reliable comfortable neat pleasant".split())
+BLAME = tuple("flimsy nasty noisy dull fragile clumsy shabby poor".split())
+PRAISE_CUES, BLAME_CUES = ("luckily", "like"), ("sadly", "regret")
 PARTS = tuple("handle finish shape colour size weight packaging manual surface lid base".split())
 VERBS = ("is", "looks", "feels", "seems", "turned out")
 JUDGING_CLAUSES = (
     "the {part} {verb} {word} .",
-    "i find the {part} {word} .",
+    "{cue} the {part} {verb} {word} .",
+    "i {feel} the {word} {part} .",
     "this {thing} {verb} {word} .",
     "it has a {word} {part} .",
     "my sister calls it {word} .",
@@ -59,7 +61,7 @@ def gold_reward(completions: Sequence[str], **_: Any) -> list[float]:
 
 def vocabulary() -> list[str]:
     """Return every word that a generated text can hold, sorted."""
-    texts = (*COLOURS, *THINGS, *OPENINGS, *PRAISE, *BLAME, *PARTS, *VERBS, *JUDGING_CLAUSES, *PLAIN_CLAUSES)
+    texts = (*COLOURS, *THINGS, *OPENINGS, *PRAISE, *BLAME, *PRAISE_CUES, *BLAME_CUES, *PARTS, *VERBS, *JUDGING_CLAUSES, *PLAIN_CLAUSES)
     words = {word for text in texts for word in text.split()}
     return sorted(word for word in words if not word.startswith("{"))
 
@@ -84,7 +86,7 @@ def write_prompt(product: tuple[str, str], opening: str) -> str:
 
 def write_review(product: tuple[str, str], rng: random.Random, clauses: int | None = None) -> str:
     """Return a random review of `product` with a mood of its own: two to four clauses, or `clauses`."""
-    mood = rng.random()
+    mood = rng.choice((0.1, 0.9))
     return " ".join(_clause(product, mood, rng) for _ in range(clauses or rng.randint(2, 4)))
 
 
@@ -92,10 +94,10 @@ def _clause(product: tuple[str, str], mood: float, rng: random.Random) -> str:
     colour, thing = product
     if rng.random() < PLAIN_SHARE:
         return rng.choice(PLAIN_CLAUSES).format(thing=thing, colour=rng.choice(COLOURS))
-    word, second = (rng.choice(PRAISE if rng.random() < mood else BLAME) for _ in range(2))
-    return rng.choice(JUDGING_CLAUSES).format(
-        part=rng.choice(PARTS), verb=rng.choice(VERBS), thing=thing, word=word, second=second
-    )
+    words, (cue, feel) = (PRAISE, PRAISE_CUES) if rng.random() < mood else (BLAME, BLAME_CUES)
+    word, second = rng.choice(words), rng.choice(words)
+    parts = {"part": rng.choice(PARTS), "verb": rng.choice(VERBS), "thing": thing}
+    return rng.choice(JUDGING_CLAUSES).format(word=word, second=second, cue=cue, feel=feel, **parts)
 
 
 def base_corpus(size: int, seed: int) -> list[str]:

@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from builders import EOS, PAD
 from torch import Tensor
+
+from builders import EOS, PAD
 
 VOCABULARY = 8
 LENGTH = 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders import nf4_config, randomize, tiny_model
-from enumeration import VOCABULARY, all_responses, objective, response_logprobs, responses_batch, reward_table
 from transformers import AutoModelForCausalLM
 
+from builders import nf4_config, randomize, tiny_model
+from enumeration import VOCABULARY, all_responses, objective, response_logprobs, responses_batch, reward_table
 from ppo_lora import PPOConfig, Role, Rollout, SharedBase, clipped_policy_loss
 from ppo_lora.rollout import build_experience, score_tokens
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders import tiny_model, tiny_tokenizer
 from datasets import Dataset
-from enumeration import VOCABULARY, all_responses, objective, optimum, response_logprobs, reward_table
 
+from builders import tiny_model, tiny_tokenizer
+from enumeration import VOCABULARY, all_responses, objective, optimum, response_logprobs, reward_table
 from ppo_lora import PPOConfig, PPOTrainer, Role, SharedBase
 
 PROMPTS = ((3, 4), (5,), (6, 7, 3), (7,))
 KL_COEF = 1.0
 ROLLOUTS = 64
-import os
-SCALE=float(os.environ.get("SCALE","0.02"))
+
+
+def distinct_base() -> SharedBase:
+    """A base whose states differ from prefix to prefix, so that adapters can answer each in its own way."""
+    return SharedBase(tiny_model(vocab_size=VOCABULARY, seed=1, initializer_range=0.5))
 
 
 class TableReward:
@@ -79,7 +82,7 @@ def closed_gap(tmp_path, seed: int, iterations: int, **options) -> float:
         seed=seed,
         **settings,
     )
-    base = SharedBase(tiny_model(vocab_size=VOCABULARY, seed=seed, initializer_range=SCALE))
+    base = distinct_base()
     trainer = PPOTrainer(base, TableReward(rewards), args, _prompts(), processing_class=tiny_tokenizer(VOCABULARY))
     trainer.train()
     reference, policy, best = _objectives(base, rewards)

@@ -1,0 +1,98 @@
+"""What is checked and changed in a base and its adapters before the roles stand on them."""
+
+from __future__ import annotations
+
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .adapters import Adapter, role_config
+
+_ZERO_AT_START = (True, "gaussian")
+"""`init_lora_weights` that make B = 0 and leave the base's weights alone."""
+
+
+def default_peft_config() -> LoraConfig:
+    """LoRA of rank 16 on every linear layer but the output head."""
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def check_base(model: PreTrainedModel) -> None:
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise TypeError(
+            f"The base is a {type(model).__name__}; expected a transformers causal language model with an output "
+            "head (AutoModelForCausalLM)."
+        )
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            "The base already has adapters in it. Pass the plain model, and the adapters by role: "
+            "SharedBase(model, policy='path/to/adapter')."
+        )
+
+
+def fresh_config(peft_config: LoraConfig | None, model: PreTrainedModel) -> LoraConfig:
+    config = default_peft_config() if peft_config is None else peft_config
+    if not isinstance(config, LoraConfig):
+        raise TypeError(f"peft_config is a {type(config).__name__}; expected a LoraConfig.")
+    if config.init_lora_weights not in _ZERO_AT_START:
+        raise ValueError(
+            f"init_lora_weights is {config.init_lora_weights!r}, which starts away from the base or rewrites its "
+            "weights; four roles share them. Use True or 'gaussian'."
+        )
+    if config.target_modules is None:
+        config = LoraConfig(**{**config.to_dict(), "target_modules": "all-linear"})
+    config = role_config(config)
+    config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
+    return config
+
+
+def check_head_untouched(model: PreTrainedModel) -> None:
+    head = model.get_output_embeddings()
+    wrapped = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer) and module is head]
+    if wrapped or not isinstance(getattr(head, "weight", None), Tensor) or _has_saved_modules(model):
+        raise ValueError(
+            "An adapter changes the output head or has modules_to_save besides its score head; the roles share the "
+            "base's head, which stays frozen. Leave lm_head out of target_modules and modules_to_save."
+        )
+
+
+def _has_saved_modules(model: PreTrainedModel) -> bool:
+    return any("modules_to_save" in name for name, _ in model.named_parameters())
+
+
+def check_tensors(expected: dict[str, Tensor], adapter: Adapter, what: str, base: str) -> None:
+    """Same names and shapes, or a ValueError that shows the first difference."""
+    missing = sorted(expected.keys() - adapter.tensors.keys())
+    extra = sorted(adapter.tensors.keys() - expected.keys())
+    if missing or extra:
+        raise ValueError(
+            f"The {what} does not fit {base}: {len(missing)} tensors are missing"
+            f"{f' (the first: {missing[0]})' if missing else ''} and {len(extra)} have no place"
+            f"{f' (the first: {extra[0]})' if extra else ''}. Load the base that the adapter was trained on."
+        )
+    for key, tensor in expected.items():
+        given = adapter.tensors[key]
+        if tensor.shape != given.shape:
+            raise ValueError(
+                f"The {what} does not fit {base}: {key} is {list(given.shape)} in the adapter and "
+                f"{list(tensor.shape)} on the base. Load the base that the adapter was trained on (hidden and "
+                "vocabulary sizes must agree)."
+            )
+
+
+def remove_dropout(model: PreTrainedModel) -> None:
+    """Zero every dropout probability: modules, and attributes that layers hand to functional dropout."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
+
+
+def neutral_generation_config(model: PreTrainedModel) -> GenerationConfig:
+    """Special tokens only: a checkpoint's repetition penalty, say, would sample what no log-probability knows."""
+    given = model.generation_config
+    return GenerationConfig(
+        bos_token_id=given.bos_token_id, eos_token_id=given.eos_token_id, pad_token_id=given.pad_token_id
+    )

@@ -1,0 +1,144 @@
+"""Which adapter each role has on the base, and switching among them.
+
+Switching writes two flags of every LoRA layer and touches neither parameters nor ``requires_grad``: PEFT's own
+``set_adapter`` and ``disable_adapter`` freeze and unfreeze adapters as a side effect, which silently drops gradients
+and optimizer groups.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .adapters import Adapter, role_config
+from .preparation import check_tensors
+
+
+class Role(str, Enum):
+    """What the shared base is at the moment."""
+
+    POLICY = "policy"
+    REFERENCE = "reference"
+    VALUE = "value"
+    REWARD = "reward"
+
+
+class RoleAdapters:
+    """The LoRA adapters on a base, by role. A role may have one of its own, another role's, or none.
+
+    Args:
+        model: the base; adapters are put into it.
+
+    Attributes:
+        active: the role of the moment.
+        sources: where each role's adapter came from; None for a fresh one.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._model = model
+        self._peft: PeftModel | None = None
+        self._names: dict[Role, str | None] = {}
+        self._layers: list[BaseTunerLayer] = []
+        self.sources: dict[Role, str | None] = {}
+        self.active = Role.POLICY
+
+    # Building
+
+    def add(self, role: Role, start: Adapter | LoraConfig) -> None:
+        """Give ``role`` an adapter of its own: a copy of one, or a fresh one of a configuration.
+
+        Raises:
+            ValueError: it does not fit the base.
+        """
+        config = role_config(start.config if isinstance(start, Adapter) else start)
+        config.base_model_name_or_path = self._model.config.name_or_path or config.base_model_name_or_path
+        self.sources[role] = start.source if isinstance(start, Adapter) else None
+        try:
+            if self._peft is None:
+                self._peft = PeftModel(self._model, config, adapter_name=role.value)
+            else:
+                self._peft.add_adapter(role.value, config)
+        except ValueError as error:
+            raise ValueError(
+                f"The {role.value} adapter {self.sources[role] or ''} does not fit {type(self._model).__name__}: "
+                f"{error} Load the base that the adapter was trained on."
+            ) from error
+        self._names[role] = role.value
+        self._layers = [module for module in self._model.modules() if isinstance(module, BaseTunerLayer)]
+        if isinstance(start, Adapter):
+            self.load(role, start)
+
+    def share(self, role: Role, other: Role | None, source: str | None = None) -> None:
+        """Let ``role`` use another role's adapter, or none at all."""
+        self._names[role] = None if other is None else self._names[other]
+        self.sources[role] = source
+
+    def load(self, role: Role, adapter: Adapter) -> None:
+        """Copy an adapter's tensors into the role's parameters, in place.
+
+        Raises:
+            ValueError: the role has no adapter, or names or shapes differ.
+        """
+        name = self._own(role)
+        what = f"{role.value} adapter {adapter.source or ''}".strip()
+        check_tensors(self._tensors(name), adapter, what, type(self._model).__name__)
+        set_peft_model_state_dict(self._peft, dict(adapter.tensors), adapter_name=name)
+
+    def export(self, role: Role) -> Adapter:
+        """The role's configuration and tensors, not copied.
+
+        Raises:
+            ValueError: the role has no adapter.
+        """
+        name = self._own(role)
+        assert self._peft is not None
+        return Adapter(self._peft.peft_config[name], self._tensors(name), source=self.sources.get(role))
+
+    def _own(self, role: Role) -> str:
+        name = self._names[role]
+        if name is None:
+            raise ValueError(
+                f"The {role.value} role has no adapter: it is the base itself. There is nothing to load or save."
+            )
+        return name
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        return get_peft_model_state_dict(self._peft, adapter_name=name, save_embedding_layers=False)
+
+    # Asking
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles that there are."""
+        return tuple(self._names)
+
+    def same(self, one: Role, other: Role) -> bool:
+        """Whether two roles use one adapter."""
+        return self._names[one] == self._names[other]
+
+    def parameters(self, role: Role) -> list[nn.Parameter]:
+        """The parameters of the role's adapter."""
+        found: list[nn.Parameter] = []
+        for layer in self._layers:
+            for attribute in layer.adapter_layer_names:
+                container = getattr(layer, attribute)
+                if self._names[role] in container:
+                    entry = container[self._names[role]]
+                    found += [entry] if isinstance(entry, nn.Parameter) else list(entry.parameters())
+        return found
+
+    # Switching
+
+    def activate(self, role: Role) -> None:
+        """Be ``role`` from now on."""
+        # PEFT's public switches change requires_grad; these two flags are all that its forward reads.
+        # tests: test_peft_layers_still_read_the_flags_that_roles_write tells when they move.
+        name = self._names[role]
+        flags = {"_active_adapter": [] if name is None else [name], "_disable_adapters": name is None}
+        for layer in self._layers:
+            vars(layer).update(flags)
+        self.active = role

@@ -1,0 +1,74 @@
+"""What PPOTrainer's arguments become, checked before anything is written."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from peft import LoraConfig
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from .config import PPOConfig
+from .data import PromptDataset
+from .shared_base import SharedBase
+
+
+def model_name(model: Any) -> str:
+    name = model if isinstance(model, str) else getattr(model.config, "name_or_path", "") or "model"
+    return str(name).rstrip("/").split("/")[-1]
+
+
+def shared_base(
+    model: Any, args: PPOConfig, adapters: dict[str, Any], peft_config: LoraConfig | None, quantization_config: Any
+) -> SharedBase:
+    if isinstance(model, SharedBase):
+        given = sorted(name for name, adapter in adapters.items() if adapter is not None)
+        if given or peft_config is not None or quantization_config is not None:
+            raise ValueError(
+                f"model is a SharedBase already, so {given or 'peft_config or quantization_config'} cannot be added; "
+                "give them to SharedBase.from_pretrained."
+            )
+        return model
+    if isinstance(model, str):
+        return SharedBase.from_pretrained(
+            model, **adapters, peft_config=peft_config, quantization_config=quantization_config, **args.model_options
+        )
+    return SharedBase(model, **adapters, peft_config=peft_config)
+
+
+def tokenizer_for(given: Any, model: Any, base: SharedBase, args: PPOConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer, checked; a missing pad token becomes EOS, with a warning."""
+    if given is None:
+        name = model if isinstance(model, str) else base.config.name_or_path
+        given = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+    if given.eos_token_id is None:
+        raise ValueError(
+            "The tokenizer has no EOS token, so a response can never end. Set tokenizer.eos_token to the token that "
+            "ends the model's answers."
+        )
+    if given.pad_token_id is None:
+        warnings.warn(f"The tokenizer has no pad token; using EOS ({given.eos_token!r}) for padding.", stacklevel=3)
+        given.pad_token = given.eos_token
+    vocabulary = base.config.get_text_config().vocab_size
+    if len(given) > vocabulary:
+        raise ValueError(
+            f"The tokenizer has {len(given)} tokens, the base's embedding {vocabulary}; use the base's own tokenizer, "
+            "or resize the base's embeddings and save it first."
+        )
+    return given
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, base: SharedBase, args: PPOConfig) -> list[int]:
+    own = base.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *(args.stop_token_ids or [])} - {None}
+    return sorted(ids)
+
+
+def check_enough_prompts(prompts: PromptDataset, args: PPOConfig) -> None:
+    if len(prompts) < args.batch_size:
+        raise ValueError(
+            f"train_dataset has {len(prompts)} prompts, one iteration takes {args.batch_size} "
+            f"(per_device_train_batch_size {args.per_device_train_batch_size} * gradient_accumulation_steps "
+            f"{args.gradient_accumulation_steps} * num_mini_batches {args.num_mini_batches} * {args.world_size} "
+            "processes). Lower one of them, or give more prompts."
+        )

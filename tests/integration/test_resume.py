@@ -1,0 +1,68 @@
+"""A run that was stopped and resumed in a new process ends with the bytes of one that was not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from builders import nf4_config, save_tiny_model, tiny_tokenizer
+
+RUN = Path(__file__).with_name("training_run.py")
+OPTIONS = (
+    "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_mini_batches 2 --num_ppo_epochs 2 "
+    "--max_completion_length 6 --temperature 0.9 --learning_rate 1e-3 --value_learning_rate 3e-3 --max_steps 16 "
+    "--save_steps 8 --eval_strategy steps --eval_steps 4 --logging_steps 4"
+).split()
+
+
+def run(base, folder, *more, code: int = 0) -> None:
+    command = [sys.executable, str(RUN), str(base), str(folder), *OPTIONS, *more]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == code, result.stderr[-3000:]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = [folder / "adapter_model.safetensors", folder / "value" / "adapter_model.safetensors"]
+    return {f"{i}/{key}": tensor for i, file in enumerate(files) for key, tensor in load_file(file).items()}
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [
+        {k: v for k, v in entry.items() if not k.startswith(("time/", "memory/")) and "runtime" not in k}
+        for entry in history
+    ]
+
+
+@pytest.fixture(params=["float32", "nf4"])
+def base(request, tmp_path):
+    folder = save_tiny_model(tmp_path / "base")
+    if request.param == "nf4":
+        quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=nf4_config())
+        folder = str(tmp_path / "nf4")
+        quantized.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_killed_run_resumes_bit_for_bit(base, tmp_path):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(base, whole)
+    run(base, broken, "--die_at", "10", code=-signal.SIGKILL)
+    assert not (broken / "adapter_model.safetensors").exists()
+    run(base, broken, "--resume", str(broken / "checkpoint-8"))
+    expected, resumed = weights(whole), weights(broken)
+    assert expected.keys() == resumed.keys()
+    assert all(torch.equal(resumed[key], tensor) for key, tensor in expected.items())
+    assert metrics(broken / "checkpoint-16") == metrics(whole / "checkpoint-16")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        one, other = (torch.load(folder / "checkpoint-16" / name) for folder in (whole, broken))
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

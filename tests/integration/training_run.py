@@ -1,0 +1,57 @@
+"""A small PPO run as a program of its own, for tests that need fresh processes.
+
+training_run.py BASE OUTPUT_DIR [--resume CHECKPOINT] [--die_at STEP] [--option value ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, HfArgumentParser, TrainerCallback
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from builders import prompts, tiny_tokenizer  # noqa: E402
+from ppo_lora import PPOConfig, PPOTrainer  # noqa: E402
+
+
+def count_w5(completions, **kwargs):
+    return [float(text.split().count("w5")) for text in completions]
+
+
+class DieAt(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    own = argparse.ArgumentParser()
+    own.add_argument("base")
+    own.add_argument("output_dir")
+    own.add_argument("--resume")
+    own.add_argument("--die_at", type=int, default=-1)
+    given, rest = own.parse_known_args()
+    fixed = ["--output_dir", given.output_dir, "--use_cpu", "--report_to", "none", "--disable_tqdm", "true"]
+    (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses([*fixed, *rest])
+    trainer = PPOTrainer(
+        AutoModelForCausalLM.from_pretrained(given.base),
+        count_w5,
+        args,
+        prompts(24),
+        prompts(5),
+        tiny_tokenizer(),
+        callbacks=[DieAt(given.die_at)],
+    )
+    trainer.train(resume_from_checkpoint=given.resume)
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()

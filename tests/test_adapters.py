@@ -1,0 +1,460 @@
+"""Adapters and heads: read from folders that PEFT wrote, written so that plain PEFT reads them, refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from bases import (
+    KINDS,
+    assert_close,
+    full_base,
+    lora_config,
+    make_base,
+    model_folder,
+    plain_model,
+    policy_adapter,
+    reward_adapter,
+)
+from builders import ARCHITECTURES, padded_batch, randomize, tiny_model
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification, IA3Config, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from ppo_lora import Adapter, AdapterSource, Role, ScalarHead, SharedBase, read_adapter
+from ppo_lora.adapters import write_adapter, write_manifest
+
+P, T = 5, 6
+
+
+def _unpadded(rows: int = 4):
+    ids = torch.randint(3, 50, (rows, P + T), generator=torch.Generator().manual_seed(0))
+    return ids, torch.ones_like(ids)
+
+
+def _right_padded(rows: int = 4):
+    ids, mask = _unpadded(rows)
+    mask = mask * (torch.arange(P + T) < torch.tensor([[11], [3], [7], [1]]))
+    return ids * mask, mask
+
+
+def _assert_same(given: Adapter, expected: Adapter) -> None:
+    """Bit for bit, the head included."""
+    assert given.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(given.tensors[key], expected.tensors[key]) for key in expected.tensors)
+    assert (given.head is None) == (expected.head is None)
+    if expected.head is not None:
+        assert given.head.keys() == expected.head.keys()
+        assert all(torch.equal(given.head[key], expected.head[key]) for key in expected.head)
+
+
+# Reward adapters from plain PEFT (invariant 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scores_are_those_of_plain_peft_on_a_sequence_classifier(architecture, kind):
+    plain = PeftModel.from_pretrained(
+        plain_model(architecture, kind, AutoModelForSequenceClassification), reward_adapter(architecture)
+    ).eval()
+    base = make_base(architecture, kind, policy=policy_adapter(architecture), reward=reward_adapter(architecture))
+    for ids, mask in (_unpadded(), _right_padded()):
+        with torch.no_grad():
+            expected = plain(input_ids=ids, attention_mask=mask).logits[:, 0]
+        assert expected.std() > 0.01
+        assert_close(base.scores(ids, mask), expected)
+    randomize(base.trainable_parameters()[Role.POLICY], scale=0.3)
+    randomize(base.trainable_parameters()[Role.VALUE], scale=0.3)
+    assert_close(base.scores(ids, mask), expected)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4-double"])
+def test_scores_are_those_of_plain_peft_on_other_quantizations(kind):
+    plain = PeftModel.from_pretrained(plain_model(kind=kind, auto=AutoModelForSequenceClassification), reward_adapter())
+    ids, mask = _unpadded()
+    with torch.no_grad():
+        expected = plain.eval()(input_ids=ids, attention_mask=mask).logits[:, 0]
+    assert_close(make_base(kind=kind, reward=reward_adapter()).scores(ids, mask), expected, 1e-4)
+
+
+# Written for plain PEFT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("role", ["value", "reward"])
+def test_a_written_head_and_adapter_score_in_plain_peft(tmp_path, role, kind):
+    base = full_base(kind=kind)
+    write_adapter(tmp_path, base.adapter(role))
+    plain = PeftModel.from_pretrained(plain_model(kind=kind, auto=AutoModelForSequenceClassification), tmp_path).eval()
+    assert plain.peft_config["default"].task_type == "SEQ_CLS"
+    ids, mask = _unpadded()
+    for t in range(T):
+        seen = P + t
+        with torch.no_grad():
+            expected = plain(input_ids=ids[:, :seen], attention_mask=mask[:, :seen]).logits[:, 0]
+        given = base.values(ids, mask, T)[:, t] if role == "value" else base.scores(ids[:, :seen], mask[:, :seen])
+        assert_close(given.detach(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_written_policy_is_the_policy_in_plain_peft(tmp_path, architecture, kind):
+    base = full_base(architecture, kind)
+    write_adapter(tmp_path, base.adapter("policy"))
+    plain = PeftModel.from_pretrained(plain_model(architecture, kind), tmp_path).eval()
+    ids, mask = _unpadded()
+    with torch.no_grad():
+        logprobs = torch.log_softmax(plain(ids).logits[:, P - 1 : -1], dim=-1)
+    expected = logprobs.gather(-1, ids[:, P:, None]).squeeze(-1)
+    assert_close(base.logprobs("policy", ids, mask, T).detach(), expected)
+
+
+@pytest.mark.parametrize("policy", [None, policy_adapter])
+def test_a_written_adapter_names_its_base_for_autopeft(tmp_path, policy):
+    base = make_base(policy=policy and policy(), reward=reward_adapter())
+    randomize(base.trainable_parameters()[Role.POLICY], scale=0.1)
+    for role in ("policy", "value"):
+        write_adapter(tmp_path / role, base.adapter(role))
+        shutil.copy(f"{model_folder()}/config.json", tmp_path / role / "config.json")
+    ids, mask = _unpadded()
+    model = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "policy")).eval()
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids).logits[:, P - 1 : -1], dim=-1)
+    expected = logprobs.gather(-1, ids[:, P:, None]).squeeze(-1)
+    assert_close(base.logprobs("policy", ids, mask, T).detach(), expected)
+    scorer = AutoPeftModelForSequenceClassification.from_pretrained(str(tmp_path / "value"), num_labels=1).eval()
+    with torch.no_grad():
+        assert_close(base.values(ids, mask, 1)[:, 0].detach(), scorer(ids[:, :-1]).logits[:, 0])
+
+
+def test_the_names_in_a_written_file_are_pefts(tmp_path):
+    base = full_base()
+    write_adapter(tmp_path, base.adapter("value"))
+    theirs = load_file(f"{reward_adapter()}/adapter_model.safetensors")
+    ours = load_file(tmp_path / "adapter_model.safetensors")
+    assert {key: t.shape for key, t in ours.items()} == {key: t.shape for key, t in theirs.items()}
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (written["task_type"], written["modules_to_save"], written["inference_mode"]) == ("SEQ_CLS", ["score"], True)
+    write_adapter(tmp_path / "policy", base.adapter("policy"))
+    written = json.loads((tmp_path / "policy" / "adapter_config.json").read_text())
+    assert (written["task_type"], written["modules_to_save"], written["inference_mode"]) == ("CAUSAL_LM", None, True)
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("role", ["policy", "reference", "value", "reward"])
+def test_write_and_read_is_bit_for_bit(tmp_path, role, kind):
+    base = full_base(kind=kind)
+    before = base.adapter(role)
+    write_adapter(tmp_path / "deep" / "er", before)
+    after = read_adapter(tmp_path / "deep" / "er")
+    _assert_same(after, before)
+    assert after.source == str(tmp_path / "deep" / "er")
+    again = make_base(kind=kind, **{role: tmp_path / "deep" / "er"})
+    _assert_same(again.adapter(role), before)
+
+
+@pytest.mark.parametrize("changes", [{"use_dora": True}, {"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}], ids=str)
+def test_lora_variants_round_trip(tmp_path, changes):
+    ids, mask = padded_batch()
+    base = make_base(peft_config=lora_config(**changes))
+    randomize(base.trainable_parameters()[Role.POLICY], scale=0.1)
+    write_adapter(tmp_path, base.adapter("policy"))
+    again = make_base(policy=tmp_path)
+    expected = base.logprobs("policy", ids, mask, T)
+    assert torch.equal(again.logprobs("policy", ids, mask, T), expected)
+    assert torch.equal(again.logprobs("reference", ids, mask, T), expected)
+
+
+def test_a_bfloat16_base_keeps_float32_adapters_through_a_round_trip(tmp_path):
+    base = make_base(dtype=torch.bfloat16)
+    randomize(base.trainable_parameters()[Role.POLICY], scale=0.1)
+    write_adapter(tmp_path, base.adapter("policy"))
+    _assert_same(make_base(dtype=torch.bfloat16, policy=tmp_path).adapter("policy"), base.adapter("policy"))
+    assert {tensor.dtype for tensor in read_adapter(tmp_path).tensors.values()} == {torch.float32}
+
+
+def test_writing_changes_neither_adapter_nor_base(tmp_path):
+    base = full_base()
+    adapter = base.adapter("value")
+    before = adapter.config.to_dict(), list(adapter.tensors)
+    write_adapter(tmp_path, adapter)
+    assert (adapter.config.to_dict(), list(adapter.tensors)) == before
+    assert all(p.requires_grad for p in base.trainable_parameters()[Role.VALUE])
+
+
+def test_an_adapter_is_its_roles_own_tensors():
+    base = full_base()
+    pointers = {tensor.data_ptr() for tensor in base.adapter("policy").tensors.values()}
+    assert pointers == {p.data_ptr() for p in base.trainable_parameters()[Role.POLICY]}
+    assert base.adapter("value").head["weight"].data_ptr() == base.value_head.weight.data_ptr()
+    assert base.adapter("policy").head is None and base.adapter("reference").head is None
+
+
+def test_a_shared_values_adapter_is_the_policys_and_its_head():
+    base = make_base(policy=policy_adapter(), value="shared", reward=reward_adapter())
+    value = base.adapter("value")
+    _assert_same(Adapter(value.config, value.tensors), base.adapter("policy"))
+    assert torch.equal(value.head["weight"], base.value_head.weight)
+
+
+def test_a_reference_without_an_adapter_has_nothing_to_save_or_load():
+    base = make_base()
+    with pytest.raises(ValueError, match="The reference role .*the base.* nothing|nothing to"):
+        base.adapter("reference")
+    with pytest.raises(ValueError, match="(?i)reference role .*nothing"):
+        base.load_adapter("reference", base.adapter("policy"))
+
+
+# Loading in place
+
+
+def _deep(adapter: Adapter) -> Adapter:
+    head = None if adapter.head is None else {part: tensor.clone() for part, tensor in adapter.head.items()}
+    return Adapter(adapter.config, {key: tensor.clone() for key, tensor in adapter.tensors.items()}, head, "a copy")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("role", list(Role))
+def test_loading_in_place_keeps_the_parameter_objects(role, kind):
+    base = full_base(kind=kind)
+    saved = _deep(base.adapter(role))
+    optimizer = torch.optim.AdamW([p for group in base.trainable_parameters().values() for p in group], lr=0.1)
+    before = [(id(p), p.data_ptr(), p.requires_grad) for p in base.parameters()]
+    with torch.no_grad():
+        for parameter in [*base.adapters.parameters(role), *base.value_head.parameters(), *base.reward_head.parameters()]:
+            parameter.add_(1.0)
+    others = {other: _deep(base.adapter(other)) for other in Role if other is not role}
+    with base.role("reward"):
+        base.load_adapter(role, saved)
+        assert base.active_role is Role.REWARD
+    _assert_same(base.adapter(role), saved)
+    for other, adapter in others.items():
+        _assert_same(base.adapter(other), adapter)
+    assert [(id(p), p.data_ptr(), p.requires_grad) for p in base.parameters()] == before
+    assert len(optimizer.param_groups[0]["params"]) == sum(len(g) for g in base.trainable_parameters().values())
+
+
+def test_loading_the_value_takes_the_head_too():
+    base = full_base()
+    ids, mask = padded_batch()
+    values = base.values(ids, mask, T).detach()
+    saved = _deep(base.adapter("value"))
+    randomize(base.trainable_parameters()[Role.VALUE], seed=8, scale=0.4)
+    assert not torch.equal(base.values(ids, mask, T), values)
+    base.load_adapter("value", saved)
+    assert torch.equal(base.values(ids, mask, T), values)
+
+
+def _refused_loads(base: SharedBase):
+    good = _deep(base.adapter("value"))
+    first = next(iter(good.tensors))
+    without = {key: tensor for key, tensor in good.tensors.items() if key != first}
+    yield "no head weights", Adapter(good.config, good.tensors)
+    yield "2 outputs", Adapter(good.config, good.tensors, {"weight": torch.zeros(2, 64)})
+    yield "hidden size 32; the base's is 64", Adapter(good.config, good.tensors, {"weight": torch.zeros(1, 32)})
+    yield "1 tensors are missing", Adapter(good.config, without, good.head)
+    yield "1 have no place", Adapter(good.config, {**good.tensors, "extra": torch.zeros(1)}, good.head)
+    yield r"\[5, 5\] in the adapter", Adapter(good.config, {**good.tensors, first: torch.zeros(5, 5)}, good.head)
+
+
+def test_a_refused_load_changes_nothing():
+    base = full_base()
+    before = _deep(base.adapter("value"))
+    for text, adapter in _refused_loads(base):
+        shifted = {key: tensor + 1 for key, tensor in adapter.tensors.items()}
+        with pytest.raises(ValueError, match=text):
+            base.load_adapter("value", Adapter(adapter.config, shifted, adapter.head, "the file"))
+        _assert_same(base.adapter("value"), before)
+
+
+def test_a_head_with_a_bias_does_not_fit_one_without():
+    base = full_base()
+    good = _deep(base.adapter("value"))
+    with pytest.raises(ValueError, match="bias"):
+        base.load_adapter("value", Adapter(good.config, good.tensors, {**good.head, "bias": torch.ones(1)}))
+
+
+# Sources
+
+
+@pytest.mark.parametrize(
+    ("text", "location", "revision"),
+    [
+        ("org/name", "org/name", None),
+        ("org/name@main", "org/name", "main"),
+        ("org/name@refs/pr/3", "org/name", "refs/pr/3"),
+        ("name@v1.0", "name", "v1.0"),
+    ],
+)
+def test_a_source_is_parsed(text, location, revision):
+    parsed = AdapterSource.parse(text)
+    assert parsed == AdapterSource(location, revision)
+    assert str(parsed) == text
+    assert AdapterSource.parse(parsed) is parsed
+
+
+def test_a_folder_with_an_at_sign_is_a_folder(tmp_path):
+    folder = tmp_path / "run@3"
+    shutil.copytree(policy_adapter(), folder)
+    assert AdapterSource.parse(folder) == AdapterSource(str(folder))
+    assert read_adapter(str(folder)).source == str(folder)
+
+
+def test_a_subfolder_is_read(tmp_path):
+    shutil.copytree(policy_adapter(), tmp_path / "checkpoint" / "policy")
+    given = read_adapter(AdapterSource(str(tmp_path / "checkpoint"), subfolder="policy"))
+    _assert_same(given, read_adapter(policy_adapter()))
+    base = make_base(policy=AdapterSource(str(tmp_path / "checkpoint"), subfolder="policy"))
+    _assert_same(base.adapter("policy"), given)
+
+
+def test_a_hub_source_is_downloaded_with_its_revision(monkeypatch):
+    asked = []
+
+    def download(repo, name, revision=None, subfolder=None):
+        asked.append((repo, name, revision, subfolder))
+        return f"{reward_adapter()}/{name}"
+
+    monkeypatch.setattr("ppo_lora.adapters.hf_hub_download", download)
+    given = read_adapter("org/reward@abc")
+    _assert_same(given, read_adapter(reward_adapter()))
+    assert given.source == "org/reward@abc"
+    assert set(asked) == {
+        ("org/reward", "adapter_config.json", "abc", None),
+        ("org/reward", "adapter_model.safetensors", "abc", None),
+    }
+    read_adapter(AdapterSource("org/reward", "abc", "deep"))
+    assert asked[-1] == ("org/reward", "adapter_model.safetensors", "abc", "deep")
+
+
+# Reading errors
+
+
+@pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_named_and_the_found_ones_listed(tmp_path, missing):
+    shutil.copytree(policy_adapter(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / missing).unlink()
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=rf"No {missing} in {tmp_path} \(found: .*pytorch_model.bin.*`trl sft`"):
+        read_adapter(tmp_path)
+    with pytest.raises(ValueError, match=rf"No {missing}|No adapter_config.json in .*none \(found: nothing\)"):
+        read_adapter(AdapterSource(str(tmp_path), subfolder="none"))
+
+
+def test_an_adapter_that_is_not_lora_is_refused(tmp_path):
+    get_peft_model(plain_model(), IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} is a IA3 adapter; only LoRA adapters can share the base"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("role", ["reward", "value"])
+def test_an_adapter_without_a_head_is_refused_where_one_is_needed(role):
+    text = f"{policy_adapter()} has no head weights .score or classifier., so it cannot score. Expected a SEQ_CLS"
+    with pytest.raises(ValueError, match=text):
+        make_base(**{role: policy_adapter()})
+
+
+@pytest.mark.parametrize("role", ["reward", "value"])
+def test_a_head_with_two_outputs_is_refused(role):
+    adapter = reward_adapter(num_labels=2)
+    with pytest.raises(ValueError, match=f"The head of {adapter} has 2 outputs; expected 1. Train the reward model"):
+        make_base(**{role: adapter})
+
+
+@pytest.mark.parametrize("role", ["reward", "value"])
+def test_a_head_of_another_hidden_size_is_refused(role):
+    good = read_adapter(reward_adapter())
+    adapter = Adapter(good.config, good.tensors, {"weight": torch.zeros(1, 48)}, "the file")
+    with pytest.raises(ValueError, match="The head of the file is for hidden size 48; the base's is 64"):
+        make_base(**{role: adapter})
+
+
+@pytest.mark.parametrize("name", ["policy", "reference"])
+def test_a_head_on_a_text_role_is_left_alone(name):
+    base = make_base(**{name: reward_adapter()})
+    assert base.adapter(name).head is None
+    _assert_same(base.adapter(name), Adapter(lora_config(), read_adapter(reward_adapter()).tensors))
+
+
+@pytest.mark.parametrize("role", ["policy", "reference", "value", "reward"])
+@pytest.mark.parametrize(
+    ("base", "text"),
+    [
+        (lambda: tiny_model("gpt2"), "GPT2LMHeadModel"),
+        (lambda: tiny_model(hidden_size=32), r"\[4, 64\] in the adapter and \[4, 32\] on the base"),
+        (lambda: tiny_model(num_hidden_layers=1), "0 tensors are missing and 14 have no place"),
+        (lambda: tiny_model(num_hidden_layers=3), r"14 tensors are missing \(the first: .*layers.2.* 0 have no place"),
+        (lambda: tiny_model(intermediate_size=96), r"\[128, 4\] in the adapter and \[96, 4\] on the base"),
+    ],
+    ids=["another architecture", "hidden size", "fewer layers", "more layers", "another MLP"],
+)
+def test_an_adapter_of_another_base_is_refused(role, base, text):
+    make = policy_adapter if role in ("policy", "reference") else reward_adapter
+    adapter = make(target_modules=r".*_proj")
+    with pytest.raises(ValueError, match=rf"(?s)The {role} adapter {adapter} does not fit .*{text}.*Load the base that"):
+        SharedBase(base(), **{role: adapter}, peft_config=lora_config("gpt2" if "GPT2" in text else "llama"))
+
+
+@pytest.mark.parametrize("role", ["policy", "reference", "reward"])
+@pytest.mark.parametrize("word", ["shared", "separate"])
+def test_words_for_the_value_adapter_are_refused_for_other_roles(role, word):
+    with pytest.raises(ValueError, match=word):
+        make_base(**{role: word})
+
+
+# Heads
+
+
+def test_a_head_is_float32_whatever_it_is_given():
+    head = ScalarHead(torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(1, dtype=torch.float16))
+    assert head.weight.dtype == head.bias.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        given = head(torch.full((2, 3, 4), 1.001, dtype=torch.float64))
+    assert given.shape == (2, 3) and given.dtype == torch.float32
+    assert_close(given, torch.full((2, 3), 5.004), 1e-6)
+
+
+def test_a_head_is_a_copy():
+    weight = torch.ones(1, 4)
+    head = ScalarHead(weight)
+    with torch.no_grad():
+        head.weight.zero_()
+    assert weight.all() and head.weight.requires_grad
+    assert torch.equal(ScalarHead.zeros(4)(torch.randn(3, 4)), torch.zeros(3))
+
+
+def _with_head_keys(tmp_path, rename: dict[str, torch.Tensor]):
+    shutil.copytree(reward_adapter(), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    tensors.pop("base_model.model.score.weight")
+    save_file({**tensors, **rename}, tmp_path / "adapter_model.safetensors")
+    return read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["score", "classifier"])
+def test_a_head_by_either_name_with_or_without_bias(tmp_path, name):
+    weight, bias = torch.randn(1, 64), torch.randn(1)
+    keys = {f"base_model.model.{name}.weight": weight, f"base_model.model.{name}.bias": bias}
+    adapter = _with_head_keys(tmp_path, keys)
+    assert adapter.head.keys() == {"weight", "bias"} and not any(name in key for key in adapter.tensors)
+    base = make_base(reward=adapter)
+    assert torch.equal(base.reward_head.weight, weight) and torch.equal(base.reward_head.bias, bias)
+    write_adapter(tmp_path / "again", base.adapter("value"))
+    _assert_same(read_adapter(tmp_path / "again"), base.adapter("value"))
+
+
+def test_lora_on_the_score_head_is_not_a_head(tmp_path):
+    keys = {f"base_model.model.score.lora_{x}.weight": torch.ones(1, 1) for x in "AB"}
+    assert _with_head_keys(tmp_path, keys).head is None
+
+
+def test_the_manifest_is_sorted_json(tmp_path):
+    write_manifest(tmp_path, {"b": [1, None], "a": {"d": 1.5, "c": "x"}})
+    text = (tmp_path / "ppo_lora.json").read_text()
+    assert json.loads(text) == {"a": {"c": "x", "d": 1.5}, "b": [1, None]}
+    assert text.index('"a"') < text.index('"b"') and text.endswith("}\n")

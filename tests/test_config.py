@@ -1,0 +1,329 @@
+"""PPOConfig: what it refuses, what it derives, and the way from a YAML file or a command line into it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import TrainingArguments
+from trl import TrlParser
+
+import ppo_lora
+from ppo_lora import PPOConfig
+
+OWN = tuple(inspect.get_annotations(PPOConfig))
+ONLY_CHECKED = {"top_p", "top_k"}
+INHERITED = {field.name for field in fields(TrainingArguments)}
+
+# One value other than the default for each field; top_p takes no other.
+SETTINGS = {
+    "learning_rate": 3e-4,
+    "adam_epsilon": 1e-6,
+    "logging_steps": 7,
+    "logging_nan_inf_filter": True,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "model_init_kwargs": {"attn_implementation": "sdpa", "revision": "main"},
+    "trust_remote_code": True,
+    "max_prompt_length": 33,
+    "overlong_prompts": "drop",
+    "max_completion_length": 44,
+    "temperature": 0.9,
+    "top_p": 1.0,
+    "top_k": -1,
+    "generation_kwargs": {"max_time": 12.5},
+    "stop_token_ids": [5, 6],
+    "local_rollout_forward_batch_size": 11,
+    "total_episodes": 640,
+    "reward_weights": [1.0, 0.25],
+    "kl_coef": 0.125,
+    "kl_estimator": "k3",
+    "missing_eos_penalty": 1.5,
+    "missing_eos_score": -2.5,
+    "whiten_rewards": True,
+    "whiten_advantages": False,
+    "num_ppo_epochs": 3,
+    "num_mini_batches": 2,
+    "gamma": 0.99,
+    "lam": 0.9,
+    "cliprange": 0.3,
+    "cliprange_value": 0.4,
+    "vf_coef": 0.5,
+    "entropy_coef": 0.01,
+    "value_learning_rate": 2e-4,
+    "log_completions": True,
+    "num_completions_to_print": 9,
+}
+EXCLUSIVE = ("missing_eos_penalty", "missing_eos_score")
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(**options) -> PPOConfig:
+        return PPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+
+    return make
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """Parses options as a script does: from a YAML file, then from the command line."""
+
+    def parse(in_file: str, *arguments: str) -> PPOConfig:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}) + in_file)
+        (config,) = TrlParser((PPOConfig,)).parse_args_and_config(args=["--config", str(path), *arguments])
+        return config
+
+    return parse
+
+
+def test_the_defaults_are_valid_and_ppos(make):
+    config = make()
+    for field in fields(PPOConfig):
+        if field.name in OWN and field.name != "bf16":
+            assert getattr(config, field.name) == field.default
+    assert isinstance(config.bf16, bool)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_every_own_field_has_help_and_a_default(name):
+    field = PPOConfig.__dataclass_fields__[name]
+    assert field.metadata["help"].endswith(".")
+    assert field.default is not MISSING
+
+
+@pytest.mark.parametrize("name", sorted(set(OWN) - INHERITED - ONLY_CHECKED))
+def test_every_own_field_is_read_somewhere(name):
+    modules = {path.stem: path.read_text() for path in Path(ppo_lora.__file__).parent.glob("*.py")}
+    own = modules.pop("config")
+    used = any(re.search(rf"\b(args|config)\.{name}\b", text) for text in modules.values())
+    assert used or re.search(rf"\bself\.{name}\b(?! = )", own)
+
+
+ABOVE_ZERO, AT_LEAST_ZERO = "a number above 0", "a number of at least 0"
+AT_LEAST_ONE, UNIT, OPTIONAL = "an integer of at least 1", "a number from 0 to 1", "a number above 0, or None"
+REFUSED = {
+    "max_completion_length": (AT_LEAST_ONE, 0, -3),
+    "local_rollout_forward_batch_size": (AT_LEAST_ONE, 0, -3),
+    "num_ppo_epochs": (AT_LEAST_ONE, 0, -3),
+    "num_mini_batches": (AT_LEAST_ONE, 0, -3),
+    "per_device_train_batch_size": (AT_LEAST_ONE, 0, -3),
+    "gradient_accumulation_steps": (AT_LEAST_ONE, 0, -3),
+    "temperature": (ABOVE_ZERO, 0.0, -0.5, math.nan, math.inf),
+    "cliprange": (ABOVE_ZERO, 0.0, -0.2, math.nan, math.inf),
+    "cliprange_value": (ABOVE_ZERO, 0.0, -0.2, math.nan, math.inf),
+    "gamma": (UNIT, -0.01, 1.01, math.nan),
+    "lam": (UNIT, -0.01, 1.01, math.nan),
+    "kl_coef": (AT_LEAST_ZERO, -0.1, math.nan, math.inf),
+    "vf_coef": (AT_LEAST_ZERO, -0.1, math.nan, math.inf),
+    "entropy_coef": (AT_LEAST_ZERO, -0.1, math.nan, math.inf),
+    "learning_rate": (AT_LEAST_ZERO, -1e-5, math.nan, math.inf),
+    "num_completions_to_print": (AT_LEAST_ZERO, -1),
+    "max_prompt_length": (OPTIONAL, 0, -1),
+    "total_episodes": (OPTIONAL, 0, -1),
+    "value_learning_rate": (OPTIONAL, 0.0, -1e-5, math.nan, math.inf),
+    "missing_eos_penalty": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [(name, value, wanted) for name, (wanted, *values) in REFUSED.items() for value in values],
+)
+def test_a_number_out_of_range_is_named(make, name, value, wanted):
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value}; expected {wanted}.") + "$"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {name: edge}
+        for name, edge in {
+            **dict.fromkeys([name for name, (wanted, *_) in REFUSED.items() if wanted == AT_LEAST_ONE], 1),
+            **dict.fromkeys([name for name, (wanted, *_) in REFUSED.items() if wanted == AT_LEAST_ZERO], 0),
+            **dict.fromkeys([name for name, (wanted, *_) in REFUSED.items() if wanted == OPTIONAL], None),
+            "gamma": 0.0,
+            "lam": 1.0,
+            "cliprange": 1e-9,
+            "top_k": None,
+            "missing_eos_score": -1e3,
+        }.items()
+    ],
+    ids=str,
+)
+def test_the_edge_of_a_range_is_allowed(make, options):
+    config = make(**options)
+    assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.mark.parametrize("name", [name for name, (wanted, *_) in REFUSED.items() if wanted == AT_LEAST_ONE])
+def test_a_fraction_is_no_integer(make, name):
+    with pytest.raises(ValueError, match=f"{name} is 1.5; expected an integer of at least 1"):
+        make(**{name: 1.5})
+
+
+def test_a_missing_eos_score_that_is_no_number_is_refused(make):
+    with pytest.raises(ValueError, match="missing_eos_score is nan"):
+        make(missing_eos_score=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kl_estimator": "k4"}, "kl_estimator is 'k4'; expected one of ['k1', 'k2', 'k3']."),
+        ({"overlong_prompts": "cut"}, "overlong_prompts is 'cut'; expected one of ['truncate', 'drop']."),
+        ({"fp16": True}, "fp16=True: PPO's ratios overflow in float16. Use bf16=True, or neither for float32."),
+        ({"top_p": 0.9}, "top_p is 0.9; expected 1.0 (PPO's log-probabilities are those of the whole distribution"),
+        ({"top_k": 50}, "top_k is 50; expected 0 (PPO's log-probabilities are those of the whole distribution"),
+        (
+            {"generation_kwargs": {"min_p": 0.1, "max_time": 3, "do_sample": False}},
+            "generation_kwargs has ['do_sample', 'min_p']; allowed are ['cache_config', 'cache_implementation', "
+            "'disable_compile', 'max_time', 'prefill_chunk_size']",
+        ),
+        (
+            {"missing_eos_penalty": 1.0, "missing_eos_score": -2.0},
+            "Both missing_eos_penalty=1.0 (subtract) and missing_eos_score=-2.0 (replace) are given; set one of them.",
+        ),
+        (
+            {"max_steps": 10, "num_ppo_epochs": 2, "num_mini_batches": 3},
+            "max_steps=10 is not a whole number of iterations: one takes num_ppo_epochs * num_mini_batches = 6 "
+            "steps. Use 12, or total_episodes.",
+        ),
+        (
+            {"max_steps": 12, "total_episodes": 100, "num_ppo_epochs": 3},
+            "Both total_episodes=100 (that is 39 steps) and max_steps=12 are given; set one of them.",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_is_refused_and_why(make, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**options)
+
+
+@pytest.mark.parametrize("name", ["max_time", "cache_implementation", "cache_config", "prefill_chunk_size"])
+def test_generation_options_that_leave_the_distribution_alone_are_allowed(make, name):
+    assert make(generation_kwargs={name: 5}).generation_options[name] == 5
+
+
+SIZES = dict(per_device_train_batch_size=3, gradient_accumulation_steps=2, num_mini_batches=5, num_ppo_epochs=4)
+
+
+def test_derived_sizes(make):
+    config = make(**SIZES)
+    assert config.mini_batch_size == 6
+    assert config.local_batch_size == config.batch_size == 30
+    assert config.steps_per_iteration == 20
+
+
+def test_every_process_adds_its_rows(make, monkeypatch):
+    monkeypatch.setattr(PPOConfig, "world_size", 4)
+    config = make(**SIZES, total_episodes=121)
+    assert (config.mini_batch_size, config.local_batch_size, config.batch_size) == (6, 30, 120)
+    assert config.max_steps == 2 * 20
+
+
+@pytest.mark.parametrize(("episodes", "iterations"), [(1, 1), (29, 1), (30, 1), (31, 2), (300, 10)])
+def test_total_episodes_are_rounded_up_to_whole_iterations(make, episodes, iterations):
+    assert make(**SIZES, total_episodes=episodes).max_steps == iterations * 20
+
+
+def test_the_same_run_given_twice_is_no_contradiction(make):
+    config = make(**SIZES, total_episodes=60, max_steps=40)
+    assert config.max_steps == 40
+    assert replace(config).max_steps == 40
+
+
+def test_without_total_episodes_the_number_of_steps_is_left_alone(make):
+    assert make().max_steps == -1
+    assert make(max_steps=8).max_steps == 8
+
+
+@pytest.mark.parametrize("name", ["model_init_kwargs", "generation_kwargs"])
+def test_dict_options_are_read_from_json(make, name):
+    assert getattr(make(**{name: '{"max_time": 2.5}'}), name) == {"max_time": 2.5}
+    assert getattr(make(**{name: {"max_time": 2.5}}), name) == {"max_time": 2.5}
+    assert getattr(make(**{name: None}), name) is None
+
+
+@pytest.mark.parametrize("name", ["model_init_kwargs", "generation_kwargs"])
+@pytest.mark.parametrize("text", ["max_time=3", '{"max_time": 3', "[1, 2]", "null", "3", "[]"])
+def test_text_that_is_no_json_object_is_named(make, name, text):
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {text!r}; expected a JSON object")):
+        make(**{name: text})
+
+
+def test_generation_options(make):
+    config = make(temperature=0.5, max_completion_length=9, generation_kwargs={"max_time": 3})
+    assert config.generation_options == {
+        "do_sample": True,
+        "temperature": 0.5,
+        "max_new_tokens": 9,
+        "max_time": 3,
+    }
+
+
+def test_model_options(make):
+    assert make().model_options == {"trust_remote_code": False}
+    given = make(trust_remote_code=True, model_init_kwargs={"revision": "main"})
+    assert given.model_options == {"trust_remote_code": True, "revision": "main"}
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_gradient_checkpointing_keeps_its_name(make, switch):
+    config = make(gradient_checkpointing=switch, gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert config.gradient_checkpointing is switch
+    assert getattr(config, "activation_checkpointing", switch) is switch
+
+
+def test_the_settings_of_this_test_are_all_there_are():
+    assert sorted(SETTINGS) == sorted(OWN)
+    for name in set(OWN) - {"top_p"}:
+        assert SETTINGS[name] != PPOConfig.__dataclass_fields__[name].default
+
+
+@pytest.mark.parametrize("left_out", EXCLUSIVE)
+def test_a_yaml_file_sets_every_own_field(parse, left_out):
+    settings = {name: value for name, value in SETTINGS.items() if name != left_out}
+    config = parse(yaml.safe_dump(settings))
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize("left_out", EXCLUSIVE)
+def test_the_command_line_sets_every_own_field(parse, left_out):
+    settings = {name: value for name, value in SETTINGS.items() if name != left_out}
+    arguments = []
+    for name, value in settings.items():
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        arguments += [f"--{name}", *map(str, values)]
+    config = parse("", *arguments)
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+def test_the_command_line_beats_the_file(parse):
+    assert parse("kl_coef: 0.5", "--kl_coef", "0.25").kl_coef == 0.25
+
+
+def test_exponents_without_a_dot_are_numbers_in_yaml(parse):
+    config = parse("kl_coef: 1e-3\nvalue_learning_rate: 5e-6\n")
+    assert (config.kl_coef, config.value_learning_rate) == (0.001, 5e-6)
+
+
+def test_a_wrong_value_in_a_file_is_named(parse):
+    with pytest.raises(ValueError, match="lam is 2.0; expected a number from 0 to 1"):
+        parse("lam: 2.0")
+
+
+def test_a_saved_configuration_loads_again(make, tmp_path):
+    settings = {name: value for name, value in SETTINGS.items() if name != "missing_eos_score"}
+    saved = json.loads(make(**settings).to_json_string())
+    again = PPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **{n: saved[n] for n in settings})
+    assert {name: getattr(again, name) for name in settings} == settings

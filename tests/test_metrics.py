@@ -1,0 +1,70 @@
+"""Running means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batches import lawful
+from ppo_lora.metrics import RunningMeans
+
+
+def test_mean_by_hand():
+    means = RunningMeans()
+    means.add({"a": 1.0, "b": torch.tensor(10.0)})
+    means.add({"a": 2})
+    assert means.pop() == {"a": 1.5, "b": 10.0}
+
+
+def test_weights_by_hand():
+    means = RunningMeans()
+    means.add({"a": 1.0, "b": 4.0}, weight=3)
+    means.add({"a": 5.0}, weight=torch.tensor(1))
+    assert means.pop() == {"a": 2.0, "b": 4.0}
+
+
+observations = st.lists(st.tuples(st.floats(-100, 100), st.integers(1, 50)), min_size=1, max_size=10)
+
+
+@given(observations)
+@lawful
+def test_mean_equals_the_definition(pairs):
+    means = RunningMeans()
+    for value, weight in pairs:
+        means.add({"a": value}, weight=weight)
+    expected = sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+    assert means.pop()["a"] == pytest.approx(expected, rel=1e-4, abs=1e-3)
+
+
+def test_pop_starts_anew():
+    means = RunningMeans()
+    means.add({"a": 1.0})
+    means.pop()
+    assert means.pop() == {}
+    means.add({"b": 7.0})
+    assert means.pop() == {"b": 7.0}
+
+
+def test_reduce_sees_sums_and_weights():
+    means = RunningMeans()
+    means.add({"a": 1.0, "b": 3.0}, weight=2)
+    other_process = torch.tensor([[8.0, 2.0], [0.0, 4.0]])
+    assert means.pop(lambda totals: totals + other_process) == {"a": 2.5, "b": 1.0}
+
+
+def test_no_graph_is_kept():
+    parameter = torch.tensor(2.0, requires_grad=True)
+    means = RunningMeans()
+    means.add({"a": parameter * 3}, weight=parameter)
+    parameter.data.fill_(0.0)
+    assert means.pop() == {"a": 6.0}
+
+
+def test_later_changes_of_a_tensor_do_not_count():
+    value = torch.tensor(1.0)
+    means = RunningMeans()
+    means.add({"a": value})
+    value.fill_(100.0)
+    assert means.pop() == {"a": 1.0}

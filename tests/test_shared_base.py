@@ -1,0 +1,462 @@
+"""What the roles compute: against plain models, for any batch, in any dtype, and within which memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bases import (
+    ALL_KINDS,
+    KINDS,
+    assert_close,
+    flat,
+    full_base,
+    lora_config,
+    make_base,
+    model_folder,
+    plain_model,
+    policy_adapter,
+    quantization,
+    reward_adapter,
+)
+from builders import ARCHITECTURES, EOS, PAD, VOCABULARY, padded_batch, randomize, tiny_model
+from peft import PeftModel
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from ppo_lora import Role, SharedBase, default_peft_config
+
+P, T = 5, 6
+FURTHER = {
+    "opt": dict(
+        hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64, init_std=0.1
+    ),
+    "bloom": dict(hidden_size=64, n_layer=2, n_head=4, initializer_range=0.1),
+    "gemma2": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=4,
+        final_logit_softcapping=2.0,
+        initializer_range=0.1,
+    ),
+    "granite": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logits_scaling=3.0,
+        initializer_range=0.1,
+    ),
+    "cohere": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logit_scale=0.3,
+        initializer_range=0.1,
+    ),
+}
+"""Architectures with functional dropout, without positions, or that change their logits after the head."""
+
+
+def _rows(ids, mask):
+    """Each row's index, its real tokens alone, and where its response starts among them."""
+    for i, (row, real) in enumerate(zip(ids, mask, strict=True)):
+        yield i, row[real][None], int(real[:P].sum())
+
+
+def _expected_logprobs(model, ids, mask, temperature: float = 1.0) -> torch.Tensor:
+    """One row at a time and without padding, from a whole model's logits."""
+    expected = torch.zeros(len(ids), T)
+    for i, row, start in _rows(ids, mask):
+        with torch.no_grad():
+            logits = model(row).logits[0].float()
+        for t in range(start, row.shape[1]):
+            expected[i, t - start] = torch.log_softmax(logits[t - 1] / temperature, dim=-1)[row[0, t]]
+    return expected
+
+
+# Against plain models
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_are_those_of_the_plain_model(architecture, kind):
+    ids, mask = padded_batch()
+    base = full_base(architecture, kind, reference=None, policy=None)
+    plain = plain_model(architecture, kind)
+    for temperature in (1.0, 0.7):
+        given = base.logprobs("reference", ids, mask, T, temperature)
+        assert given.shape == (4, T) and given.dtype == torch.float32
+        assert_close(given, _expected_logprobs(plain, ids, mask, temperature))
+    adapted = PeftModel.from_pretrained(plain, policy_adapter(architecture)).eval()
+    started = make_base(architecture, kind, policy=policy_adapter(architecture))
+    expected = _expected_logprobs(adapted, ids, mask, 0.7)
+    for role in ("policy", "reference"):
+        assert_close(started.logprobs(role, ids, mask, T, 0.7).detach(), expected)
+        assert_close(started.logprobs(role, ids, mask.long(), T, 0.7).detach(), expected)
+
+
+@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+def test_logprobs_are_those_of_the_plain_model_on_other_quantizations(kind):
+    ids, mask = padded_batch()
+    given = make_base(kind=kind).logprobs("policy", ids, mask, T).detach()
+    assert_close(given, _expected_logprobs(plain_model(kind=kind), ids, mask), 1e-4 if kind == "int8" else 1e-5)
+
+
+@pytest.mark.parametrize("architecture", FURTHER)
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+def test_logprobs_of_further_architectures(architecture):
+    ids, mask = padded_batch()
+    config = AutoConfig.for_model(architecture, vocab_size=VOCABULARY, pad_token_id=PAD, **FURTHER[architecture])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    expected = _expected_logprobs(model, ids, mask)
+    base = SharedBase(model, peft_config=lora_config())
+    first = base.logprobs("policy", ids, mask, T)
+    assert_close(first.detach(), expected)
+    base.train()
+    base.activation_checkpointing_enable()
+    assert torch.equal(base.logprobs("policy", ids, mask, T), first)
+    first.sum().backward()
+    assert flat(p.grad for p in base.trainable_parameters()[Role.POLICY]).norm() > 0
+
+
+def test_logits_that_are_changed_in_an_unknown_way_are_refused():
+    class DoubledLogits(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.logits = output.logits * 2
+            return output
+
+    model = DoubledLogits.from_pretrained(model_folder())
+    with pytest.raises(ValueError, match="DoubledLogits changes its logits in a way that ppo_lora does not know"):
+        SharedBase(model, peft_config=lora_config())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_values_are_read_before_each_token(architecture, kind):
+    """values[:, t] sees the tokens before response token t and no later one."""
+    ids, mask = padded_batch()
+    base = full_base(architecture, kind)
+    given = base.values(ids, mask, T).detach()
+    assert given.shape == (4, T) and given.dtype == torch.float32
+    head = base.value_head.weight[0].detach()
+    for i, row, start in _rows(ids, mask):
+        with base.role("value"), torch.no_grad():
+            states = base.model(row, output_hidden_states=True).hidden_states[-1][0]
+        expected = torch.zeros(T)
+        for t in range(start, row.shape[1]):
+            expected[t - start] = states[t - 1] @ head
+        assert_close(given[i], expected)
+
+
+def test_a_token_changes_later_values_only():
+    base = full_base()
+    ids, mask = torch.randint(3, 50, (1, P + T)), torch.ones(1, P + T, dtype=torch.bool)
+    before = base.values(ids, mask, T)[0]
+    for t in range(T):
+        changed = ids.clone()
+        changed[0, P + t] = 3 + (changed[0, P + t] - 2) % 47
+        differs = base.values(changed, mask, T)[0] != before
+        assert differs.tolist() == [False] * (t + 1) + [True] * (T - t - 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_scores_are_read_at_the_last_real_token(architecture, kind):
+    ids, mask = padded_batch()
+    base = full_base(architecture, kind)
+    head = base.reward_head.weight[0]
+    given = base.scores(ids, mask)
+    assert given.shape == (4,) and given.dtype == torch.float32
+    for i, row, _ in _rows(ids, mask):
+        with base.role("reward"), torch.no_grad():
+            state = base.model(row, output_hidden_states=True).hidden_states[-1][0, -1]
+        assert_close(given[i], state @ head)
+
+
+def test_a_pad_id_inside_a_response_is_a_token_like_any_other():
+    base = full_base()
+    ids, mask = torch.randint(3, 50, (2, P + T)), torch.ones(2, P + T, dtype=torch.bool)
+    ids[:, P + 2], ids[:, -1], ids[0, 1] = PAD, PAD, EOS
+    expected = _expected_logprobs(plain_model(), ids, mask)
+    reference = make_base()
+    assert_close(reference.logprobs("reference", ids, mask, T), expected)
+    assert (base.values(ids, mask, T) != 0).all()
+    assert_close(base.scores(ids, mask)[0], base.scores(pad(ids, (0, 2)), pad(mask, (0, 2)))[0])
+    assert (base.scores(ids, mask) - base.scores(ids[:, :-1], mask[:, :-1])).abs().min() > 1e-3
+
+
+def test_padding_gets_zeros():
+    base = full_base()
+    ids, mask = padded_batch()
+    real = mask[:, -T:]
+    logprobs, entropy = base("policy", ids, mask, T)
+    for given in (logprobs, entropy, base("value", ids, mask, T)):
+        assert torch.equal(given != 0, real)
+
+
+def test_one_entry_for_every_differentiable_pass():
+    base = full_base()
+    ids, mask = padded_batch()
+    assert torch.equal(base("value", ids, mask, T), base.values(ids, mask, T))
+    assert torch.equal(base(Role.VALUE, ids, mask, T), base.values(ids, mask, T))
+    logprobs, entropy = base("policy", ids, mask, T, temperature=0.5)
+    assert torch.equal(logprobs, base.logprobs("policy", ids, mask, T, 0.5))
+    assert torch.equal(entropy, base.logprobs_and_entropy("policy", ids, mask, T, 0.5)[1])
+    with torch.no_grad():
+        logits = base.model(ids, attention_mask=mask.long(), position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    distribution = torch.distributions.Categorical(logits=logits[:, P - 1 : -1] / 0.5)
+    assert_close(entropy, torch.where(mask[:, -T:], distribution.entropy(), 0.0))
+
+
+# Batches and padding (invariant 4)
+
+
+def _everything(base: SharedBase, ids, mask, response_length: int = T) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        return {
+            "policy": base.logprobs("policy", ids, mask, response_length),
+            "reference": base.logprobs("reference", ids, mask, response_length),
+            "values": base.values(ids, mask, response_length),
+            "scores": base.scores(ids, mask)[:, None],
+        }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_depends_on_the_batch_size(architecture, kind):
+    base = full_base(architecture, kind)
+    ids, mask = padded_batch(rows=5)
+    together = _everything(base, ids, mask)
+    for size in (1, 2):
+        parts = [_everything(base, ids[rows], mask[rows]) for rows in torch.arange(5).split(size)]
+        for name, expected in together.items():
+            assert_close(torch.cat([part[name] for part in parts]), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_depends_on_padding(architecture, kind):
+    base = full_base(architecture, kind)
+    ids, mask = padded_batch()
+    expected = _everything(base, ids, mask)
+    for left, right in ((3, 0), (0, 4), (2, 5)):
+        wider = pad(ids, (left, right), value=PAD), pad(mask, (left, right), value=False)
+        for name, given in _everything(base, *wider, T + right).items():
+            assert_close(given[:, :T], expected[name])
+    for filler in (7, 49):
+        for name, given in _everything(base, torch.where(mask, ids, filler), mask).items():
+            assert_close(given, expected[name])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_scores_take_padding_on_either_side(kind, side):
+    base = full_base(kind=kind)
+    lengths = (3, 8, 1, 5)
+    rows = [torch.randint(3, 50, (1, length)) for length in lengths]
+    expected = torch.cat([base.scores(row, torch.ones_like(row)) for row in rows])
+    widths = [(8 - length, 0) if side == "left" else (0, 8 - length) for length in lengths]
+    ids = torch.cat([pad(row, width, value=PAD) for row, width in zip(rows, widths, strict=True)])
+    mask = torch.cat([pad(torch.ones_like(row), width) for row, width in zip(rows, widths, strict=True)])
+    assert_close(base.scores(ids, mask), expected)
+    assert_close(base.scores(ids, mask.bool()), expected)
+    assert expected.std() > 0.01
+
+
+# Memory (invariant 6)
+
+B_WIDE, P_WIDE, T_WIDE, V_WIDE = 8, 4, 16, 400
+
+
+class _LargestTensor(TorchDispatchMode):
+    """The element count of the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.operation = 0, ""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        output = operation(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() > self.elements:
+                self.elements, self.operation = tensor.numel(), str(operation)
+        return output
+
+
+def _wide_base(kind: str) -> SharedBase:
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder(vocab_size=V_WIDE), quantization_config=quantization(kind)
+    )
+    return SharedBase(model, reward=reward_adapter(), peft_config=lora_config())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("full_rows", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_tensor_of_all_logits_is_ever_made(kind, full_rows, checkpointing):
+    base = _wide_base(kind)
+    if checkpointing:
+        base.activation_checkpointing_enable()
+    ids, mask = padded_batch(B_WIDE, P_WIDE, T_WIDE, vocab_size=V_WIDE)
+    mask = mask | full_rows
+    forbidden = B_WIDE * T_WIDE * V_WIDE
+    with _LargestTensor() as largest:
+        base.model(ids)
+    assert largest.elements >= forbidden, "the plain forward is what the measurement must catch"
+    with _LargestTensor() as largest:
+        base.logprobs("reference", ids, mask, T_WIDE)
+        base.scores(ids, mask)
+        with torch.no_grad():
+            base.logprobs("policy", ids, mask, T_WIDE)
+            base.values(ids, mask, T_WIDE)
+        logprobs, entropy = base("policy", ids, mask, T_WIDE, entropy_gradient=True)
+        (logprobs.sum() + entropy.sum()).backward()
+        base.logprobs("policy", ids, mask, T_WIDE).sum().backward()
+        base.values(ids, mask, T_WIDE).sum().backward()
+    assert 0 < largest.elements < forbidden, largest.operation
+
+
+def test_value_and_reward_never_touch_the_output_head():
+    base = full_base()
+    base.activation_checkpointing_enable()
+    ids, mask = padded_batch()
+    calls = []
+    base.model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(base.active_role))
+    base.values(ids, mask, T).sum().backward()
+    with torch.no_grad():
+        base.values(ids, mask, T)
+    base.scores(ids, mask)
+    assert not calls
+    base.logprobs("policy", ids, mask, T)
+    assert calls
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_dropout_is_off_with_gradients_and_in_training(architecture, kind):
+    base = full_base(architecture, kind, policy=None, peft_config=lora_config(architecture, lora_dropout=0.5))
+    ids, mask = padded_batch()
+    with torch.no_grad():
+        expected = base.logprobs("policy", ids, mask, T), base.values(ids, mask, T), base.scores(ids, mask)
+    assert base.train() is base
+    for checkpointing in (False, True):
+        if checkpointing:
+            base.activation_checkpointing_enable()
+        for _ in range(2):
+            base.train()
+            given = base.logprobs("policy", ids, mask, T), base.values(ids, mask, T), base.scores(ids, mask)
+            assert all(torch.equal(one, other) for one, other in zip(given, expected, strict=True))
+            given[0].sum().backward()
+
+
+def test_the_tiny_gpt2_would_drop_out_if_it_were_let():
+    model = tiny_model("gpt2", initializer_range=0.1).train()
+    ids = torch.randint(3, 50, (1, 8))
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+# Dtypes
+
+
+def _bfloat16_base(**options) -> SharedBase:
+    return make_base(dtype=torch.bfloat16, policy=policy_adapter(), reward=reward_adapter(), **options)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "nf4 of bfloat16", "float32 computing in bfloat16"])
+def test_half_precision_gives_float32_results_and_finite_gradients(kind):
+    if kind == "float32 computing in bfloat16":
+        base = make_base(policy=policy_adapter(), reward=reward_adapter())
+        base.compute_dtype = torch.bfloat16
+    else:
+        base = _bfloat16_base(kind="nf4" if kind.startswith("nf4") else "float32")
+        assert base.model.get_output_embeddings().weight.dtype == torch.bfloat16
+    assert base.compute_dtype == torch.bfloat16
+    base.activation_checkpointing_enable()
+    assert {head.weight.dtype for head in (base.value_head, base.reward_head)} == {torch.float32}
+    assert {p.dtype for group in base.trainable_parameters().values() for p in group} == {torch.float32}
+    ids, mask = padded_batch()
+    exact = make_base(
+        kind="nf4" if kind.startswith("nf4") else "float32", policy=policy_adapter(), reward=reward_adapter()
+    )
+    logprobs, entropy = base("policy", ids, mask, T)
+    values, scores = base.values(ids, mask, T), base.scores(ids, mask)
+    expected = *exact("policy", ids, mask, T), exact.values(ids, mask, T), exact.scores(ids, mask)
+    for given, right in zip((logprobs, entropy, values, scores), expected, strict=True):
+        assert given.dtype == torch.float32
+        assert 0 < (given - right).abs().mean() < 0.15
+    assert torch.equal(base.logprobs("reference", ids, mask, T), logprobs)
+    (logprobs.sum() + values.sum()).backward()
+    for p in (p for group in base.trainable_parameters().values() for p in group):
+        assert p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.any()
+    assert base.generate(ids[:, :P], mask[:, :P], max_new_tokens=2, do_sample=True).shape == (4, P + 2)
+
+
+def test_a_float32_base_computes_in_float32():
+    base = full_base()
+    seen = set()
+    for layer in base.backbone.layers:
+        layer.register_forward_hook(lambda _module, _given, output: seen.add(output.dtype))
+    ids, mask = padded_batch()
+    base.values(ids, mask, T)
+    assert base.compute_dtype == torch.float32 and seen == {torch.float32}
+    base.compute_dtype = torch.bfloat16
+    computed = []
+    layer = base.backbone.layers[0].mlp.up_proj.base_layer
+    layer.register_forward_hook(lambda _module, _given, output: computed.append(output.dtype))
+    base.values(ids, mask, T)
+    assert computed == [torch.bfloat16]
+
+
+# Building
+
+
+def test_from_pretrained_passes_model_options_on():
+    base = SharedBase.from_pretrained(model_folder(), dtype=torch.bfloat16, attn_implementation="eager")
+    assert base.model.dtype == torch.bfloat16 and base.config._attn_implementation == "eager"
+    assert base.quantization_method is None and base.device.type == "cpu"
+    assert make_base(kind="nf4").quantization_method is not None
+
+
+def test_the_default_adapter_is_rank_16_on_all_linear_layers_but_the_head():
+    base = SharedBase(tiny_model())
+    config = default_peft_config()
+    assert (config.r, config.lora_alpha, config.target_modules) == (16, 32, "all-linear")
+    shapes = {tuple(p.shape) for p in base.trainable_parameters()[Role.POLICY]}
+    assert len(base.trainable_parameters()[Role.POLICY]) == 2 * 2 * 7
+    assert shapes == {(16, 64), (64, 16), (32, 16), (128, 16), (16, 128)}
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_the_base_keeps_its_own_dtypes(kind):
+    """Nothing is upcast, as prepare_model_for_kbit_training would do."""
+    plain = plain_model(kind=kind, dtype=torch.bfloat16)
+    before = {name: p.dtype for name, p in plain.named_parameters()}
+    base = SharedBase(plain, peft_config=lora_config())
+    after = {name.replace(".base_layer", ""): p.dtype for name, p in base.model.named_parameters() if "lora_" not in name}
+    assert after == before
+
+
+def test_randomized_roles_differ():
+    """The tests above would prove nothing with roles that are alike."""
+    base = full_base()
+    ids, mask = padded_batch()
+    everything = _everything(base, ids, mask)
+    assert (everything["policy"] - everything["reference"]).abs().max() > 0.1
+    with torch.no_grad():
+        base.value_head.load_state_dict(base.reward_head.state_dict())
+        last = base.values(pad(ids, (0, 1)), pad(mask, (0, 1), value=True), 1)[:, 0]
+    randomize(base.trainable_parameters()[Role.VALUE], seed=9)
+    assert (last - everything["scores"][:, 0]).abs().max() > 0.01

@@ -1,0 +1,329 @@
+"""The loop: what a step does to the weights, what is logged, evaluated and saved."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from builders import nf4_config, prompts, randomize, save_tiny_model, tiny_model, tiny_tokenizer
+from ppo_lora import PPOConfig, PPOTrainer, Role, SharedBase, read_adapter
+
+
+def count_w5(completions, **kwargs):
+    return [float(text.split().count("w5")) for text in completions]
+
+
+def config(folder, **changes) -> PPOConfig:
+    settings = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_mini_batches": 2,
+        "num_ppo_epochs": 2,
+        "max_steps": 4,
+        "max_completion_length": 6,
+        "temperature": 0.9,
+        "learning_rate": 1e-3,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "report_to": "none",
+        **changes,
+    }
+    return PPOConfig(output_dir=str(folder), **settings)
+
+
+def trainer(folder, model=None, reward_funcs=count_w5, rows=32, callbacks=None, trainer_options=None, **changes):
+    return PPOTrainer(
+        tiny_model() if model is None else model,
+        reward_funcs,
+        config(folder, **changes),
+        prompts(rows),
+        processing_class=tiny_tokenizer(),
+        callbacks=callbacks,
+        **(trainer_options or {}),
+    )
+
+
+def logged(made: PPOTrainer) -> list[dict[str, float]]:
+    return [entry for entry in made.state.log_history if "loss" in entry]
+
+
+@pytest.fixture(params=["float32", "nf4"])
+def model(request, tmp_path):
+    if request.param == "float32":
+        return tiny_model()
+    folder = save_tiny_model(tmp_path / "base")
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=nf4_config())
+
+
+def test_training_changes_policy_and_value_and_nothing_else(tmp_path, model):
+    made = trainer(tmp_path, model)
+    before = {name: p.detach().clone() for name, p in made.base.named_parameters()}
+    trainable = {id(p) for parameters in made.base.trainable_parameters().values() for p in parameters}
+    made.train()
+    for name, parameter in made.base.named_parameters():
+        changed = not torch.equal(before[name], parameter)
+        assert changed == (id(parameter) in trainable), name
+        assert parameter.requires_grad == (id(parameter) in trainable), name
+
+
+def test_the_first_kl_is_zero_and_the_first_ratio_is_one(tmp_path, model):
+    made = trainer(tmp_path, model, num_ppo_epochs=1, num_mini_batches=1, max_steps=1)
+    made.train()
+    first = logged(made)[0]
+    assert first["objective/kl"] == 0.0
+    assert first["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert first["policy/clipfrac_avg"] == 0.0
+
+
+@pytest.mark.parametrize(("per_device", "accumulation"), [(8, 1), (4, 2), (1, 8)])
+def test_the_micro_batch_size_does_not_change_the_weights(tmp_path, per_device, accumulation):
+    whole, split = (
+        trainer(tmp_path / name, per_device_train_batch_size=size, gradient_accumulation_steps=steps, optim="sgd")
+        for name, size, steps in (("whole", 8, 1), ("split", per_device, accumulation))
+    )
+    for made in (whole, split):
+        made.train()
+    for name, parameter in whole.base.named_parameters():
+        torch.testing.assert_close(split.base.get_parameter(name), parameter, rtol=1e-4, atol=1e-6)
+
+
+def test_checkpointing_does_not_change_the_weights(tmp_path):
+    plain, checkpointed = (trainer(tmp_path, gradient_checkpointing=flag) for flag in (False, True))
+    plain.train()
+    checkpointed.train()
+    for name, parameter in plain.base.named_parameters():
+        torch.testing.assert_close(checkpointed.base.get_parameter(name), parameter)
+
+
+def test_policy_and_value_have_learning_rates_of_their_own(tmp_path):
+    made = trainer(tmp_path, learning_rate=1e-3, value_learning_rate=5e-3)
+    made.create_optimizer()
+    groups = made.optimizer.param_groups
+    assert [group["lr"] for group in groups] == [1e-3, 5e-3]
+    for group, parameters in zip(groups, made.base.trainable_parameters().values(), strict=True):
+        assert [id(p) for p in group["params"]] == [id(p) for p in parameters]
+
+
+def test_both_learning_rates_decay_linearly(tmp_path):
+    seen = []
+
+    class Rates(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            seen.append([group["lr"] for group in optimizer.param_groups])
+
+    trainer(tmp_path, learning_rate=1e-3, value_learning_rate=4e-3, callbacks=[Rates()]).train()
+    assert seen == [pytest.approx([1e-3 * left, 4e-3 * left]) for left in (0.75, 0.5, 0.25, 0.0)]
+
+
+def test_gradients_are_clipped(tmp_path):
+    free = trainer(tmp_path, max_grad_norm=0.0, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant")
+    clipped = trainer(tmp_path, max_grad_norm=1e-3, optim="sgd", learning_rate=1.0, lr_scheduler_type="constant")
+    for made in (free, clipped):
+        made.before = {n: p.detach().clone() for n, p in made.base.named_parameters() if p.requires_grad}
+        made.train()
+    moved = [
+        torch.cat([(p - made.before[n]).flatten() for n, p in made.base.named_parameters() if n in made.before]).norm()
+        for made in (free, clipped)
+    ]
+    assert moved[1] <= 4 * 1e-3 * 1.01 < moved[0]
+
+
+def test_logs_have_trls_names(tmp_path):
+    made = trainer(tmp_path, logging_steps=1)
+    made.train()
+    history = logged(made)
+    assert len(history) == 1
+    expected = {
+        "objective/kl", "objective/entropy", "objective/non_score_reward", "objective/rlhf_reward",
+        "objective/scores", "policy/approxkl_avg", "policy/clipfrac_avg", "policy/entropy_avg", "loss/policy_avg",
+        "loss/value_avg", "val/clipfrac_avg", "val/ratio", "val/ratio_var", "val/num_eos_tokens", "lr", "episode",
+        "time/sampling", "time/scoring", "time/updating", "time/tokens_per_second", "memory/rss_gib",
+        "rewards/count_w5/mean", "completions/mean_length",
+    }  # fmt: skip
+    assert expected <= set(history[0])
+    assert history[0]["episode"] == 16
+
+
+def test_logging_saving_and_evaluating_wait_for_the_end_of_the_iteration(tmp_path):
+    made = trainer(
+        tmp_path,
+        max_steps=12,
+        logging_steps=3,
+        save_strategy="steps",
+        save_steps=5,
+        eval_strategy="steps",
+        eval_steps=5,
+        trainer_options={"eval_dataset": prompts(4)},
+    )
+    made.train()
+    assert [entry["step"] for entry in logged(made)] == [4, 8, 12]
+    assert sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*")) == [8, 12]
+    assert [entry["step"] for entry in made.state.log_history if "eval_objective/scores" in entry] == [8, 12]
+
+
+def test_every_prompt_is_used_before_one_comes_again(tmp_path):
+    seen = []
+
+    def note(prompts, **kwargs):
+        seen.extend(kwargs["number"])
+        return [0.0] * len(prompts)
+
+    made = PPOTrainer(
+        tiny_model(),
+        note,
+        config(tmp_path, max_steps=4 * 9),
+        prompts(24, number=list(range(24))),
+        processing_class=tiny_tokenizer(),
+    )
+    made.train()
+    passes = [seen[start : start + 24] for start in range(0, 24 * 6, 24)]
+    assert all(sorted(one) == list(range(24)) for one in passes)
+    assert passes[0] != passes[1]
+
+
+def test_epochs_and_episodes_say_how_long_to_train(tmp_path):
+    by_epochs = trainer(tmp_path, max_steps=-1, num_train_epochs=2, rows=40)
+    by_epochs.train()
+    assert by_epochs.state.global_step == 2 * 3 * 4
+    by_episodes = trainer(tmp_path, max_steps=-1, total_episodes=33)
+    by_episodes.train()
+    assert by_episodes.state.global_step == 3 * 4
+
+
+def test_evaluations_agree_and_leave_training_alone(tmp_path):
+    plain = trainer(tmp_path)
+    plain.train()
+    evaluated = trainer(tmp_path, trainer_options={"eval_dataset": {"a": prompts(5), "b": prompts(3)}})
+    first = evaluated.evaluate()
+    second = evaluated.evaluate()
+    timeless = [{k: v for k, v in metrics.items() if "runtime" not in k} for metrics in (first, second)]
+    assert timeless[0] == timeless[1]
+    assert {"eval_a_objective/scores", "eval_b_objective/kl", "eval_a_completions/mean_length"} <= set(first)
+    evaluated.train()
+    for name, parameter in plain.base.named_parameters():
+        assert torch.equal(evaluated.base.get_parameter(name), parameter), name
+
+
+def test_completions_are_shown(tmp_path, capsys):
+    trainer(tmp_path, log_completions=True, num_completions_to_print=2).train()
+    shown = capsys.readouterr().out
+    assert "Step 4" in shown and "completion" in shown and "score" in shown
+
+
+def test_the_saved_policy_is_plain_peft(tmp_path):
+    folder = save_tiny_model(tmp_path / "base")
+    made = trainer(tmp_path / "run", AutoModelForCausalLM.from_pretrained(folder))
+    made.train()
+    made.save_model()
+    ids = torch.tensor([[2, 9, 4, 8]])
+    with torch.no_grad(), made.base.role(Role.POLICY):
+        expected = made.base.model(ids).logits
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), made.args.output_dir)
+    automatic = AutoPeftModelForCausalLM.from_pretrained(made.args.output_dir)
+    for loaded in (plain, automatic):
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=0)
+    manifest = json.loads((tmp_path / "run" / "ppo_lora.json").read_text())
+    assert manifest["base"] == folder and set(manifest["roles"]) == {"policy", "reference", "value"}
+
+
+def test_the_saved_value_role_comes_back_bit_for_bit(tmp_path):
+    made = trainer(tmp_path)
+    made.train()
+    made.save_model()
+    again = SharedBase(tiny_model(), policy=tmp_path, value=tmp_path / "value")
+    ids, mask = torch.tensor([[2, 9, 4, 8]]), torch.ones(1, 4, dtype=torch.bool)
+    assert torch.equal(again.values(ids, mask, 3), made.base.values(ids, mask, 3))
+    assert torch.equal(again.logprobs("policy", ids, mask, 3), made.base.logprobs("policy", ids, mask, 3))
+
+
+def test_no_secret_is_saved(tmp_path):
+    made = trainer(tmp_path, hub_token="hf_secret")
+    made.save_model()
+    assert not any(b"hf_secret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_shared_value_adapter_trains(tmp_path):
+    made = trainer(tmp_path, trainer_options={"value_adapter": "shared"})
+    head = made.base.value_head.weight.detach().clone()
+    made.train()
+    assert not torch.equal(made.base.value_head.weight, head)
+    assert len(made.optimizer.param_groups[1]["params"]) == 1
+    made.save_model()
+    again = SharedBase(tiny_model(), policy=tmp_path, value=tmp_path / "value")
+    ids, mask = torch.tensor([[2, 9, 4, 8]]), torch.ones(1, 4, dtype=torch.bool)
+    assert torch.equal(again.values(ids, mask, 3), made.base.values(ids, mask, 3))
+
+
+def test_the_policy_starts_from_an_sft_adapter_and_the_reference_stays_there(tmp_path):
+    start = SharedBase(tiny_model())
+    randomize(start.trainable_parameters()[Role.POLICY])
+    adapter = start.adapter(Role.POLICY)
+    made = trainer(tmp_path, trainer_options={"policy_adapter": adapter}, learning_rate=1e-2)
+    ids, mask = torch.tensor([[2, 9, 4, 8]]), torch.ones(1, 4, dtype=torch.bool)
+    expected = start.logprobs("policy", ids, mask, 3)
+    assert torch.equal(made.base.logprobs("reference", ids, mask, 3), expected)
+    made.train()
+    assert logged(made)[0]["objective/kl"] == 0.0
+    assert torch.equal(made.base.logprobs("reference", ids, mask, 3), expected)
+    assert not torch.equal(made.base.logprobs("policy", ids, mask, 3), expected)
+
+
+def test_scores_mix_the_reward_adapter_and_functions(tmp_path):
+    start = SharedBase(tiny_model())
+    for parameters in start.trainable_parameters().values():
+        randomize(parameters, scale=0.3)
+    made = trainer(tmp_path, trainer_options={"reward_adapter": start.adapter(Role.VALUE)}, reward_weights=[2.0, 0.5])
+    assert made.scorer.names == ["reward_adapter", "count_w5"]
+    made.train()
+    entry = logged(made)[0]
+    mixed = 2.0 * entry["rewards/reward_adapter/mean"] + 0.5 * entry["rewards/count_w5/mean"]
+    assert entry["objective/scores"] == pytest.approx(mixed, abs=1e-5)
+
+
+def test_an_unfinished_response_pays(tmp_path):
+    def none(prompts, **kwargs):
+        return [1.0] * len(prompts)
+
+    subtracted = trainer(tmp_path, reward_funcs=none, missing_eos_penalty=0.75)
+    replaced = trainer(tmp_path, reward_funcs=none, missing_eos_score=-3.0)
+    for made, unfinished in ((subtracted, 0.25), (replaced, -3.0)):
+        made.train()
+        entry = logged(made)[0]
+        share = entry["completions/clipped_ratio"]
+        assert 0 < share < 1
+        assert entry["objective/scores"] == pytest.approx(share * unfinished + (1 - share), abs=1e-5)
+
+
+def test_a_non_finite_gradient_stops_before_the_weights_change(tmp_path):
+    made = trainer(tmp_path)
+    made.create_optimizer()
+    before = {n: p.detach().clone() for n, p in made.base.named_parameters()}
+    values = made.base.values
+    made.base.values = lambda *inputs: values(*inputs) * float("nan") if torch.is_grad_enabled() else values(*inputs)
+    with pytest.raises(FloatingPointError, match=r"not finite at step 1.*row \d"):
+        made.train()
+    made.base.values = values
+    assert all(torch.equal(p, before[n]) for n, p in made.base.named_parameters())
+
+
+def test_non_finite_scores_of_tokens_stop_with_the_row(tmp_path):
+    made = trainer(tmp_path)
+    made.base.value_head.weight.data.fill_(float("inf"))
+    with pytest.raises(FloatingPointError, match=r"values of row 0"):
+        made.train()
+
+
+def test_the_peft_adapter_on_disk_is_the_policy(tmp_path):
+    made = trainer(tmp_path)
+    made.train()
+    made.save_model()
+    saved = read_adapter(tmp_path)
+    for key, tensor in made.base.adapter(Role.POLICY).tensors.items():
+        assert torch.equal(saved.tensors[key], tensor)
