@@ -42,8 +42,8 @@ class Sizes:
     episodes: int
 
 
-FULL = Sizes(rows=1600, episodes=3840)
-SHORT = Sizes(rows=960, episodes=1920)
+FULL = Sizes(rows=1280, episodes=1920)
+SHORT = Sizes(rows=640, episodes=768)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

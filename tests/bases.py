@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from builders import nf4_config, randomize, tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
 
-from ppo_lora import Role, SharedBase
+from builders import nf4_config, randomize, tiny_model
+from ppo_lora import Adapter, Role, SharedBase
 
 KINDS = ("float32", "nf4")
 ALL_KINDS = ("float32", "nf4", "nf4-double", "int8")
@@ -77,9 +77,7 @@ def reward_adapter(architecture: str = "llama", seed: int = 2, num_labels: int =
 def make_base(architecture: str = "llama", kind: str = "float32", **options) -> SharedBase:
     """A SharedBase with small fresh adapters, where the options name none."""
     options.setdefault("peft_config", lora_config(architecture))
-    return SharedBase.from_pretrained(
-        model_folder(architecture), quantization_config=quantization(kind), **options
-    )
+    return SharedBase.from_pretrained(model_folder(architecture), quantization_config=quantization(kind), **options)
 
 
 def full_base(architecture: str = "llama", kind: str = "float32", **options) -> SharedBase:
@@ -106,3 +104,19 @@ def assert_same_gradient(given, expected, tolerance: float = 1e-5) -> None:
     given, expected = flat(given), flat(expected)
     assert expected.norm() > 1e-3
     assert (given - expected).norm() <= tolerance * expected.norm()
+
+
+def assert_same_adapter(given: Adapter, expected: Adapter) -> None:
+    """Bit for bit, the head included."""
+    assert given.tensors.keys() == expected.tensors.keys()
+    assert all(torch.equal(given.tensors[key], expected.tensors[key]) for key in expected.tensors)
+    assert (given.head is None) == (expected.head is None)
+    if expected.head is not None:
+        assert given.head.keys() == expected.head.keys()
+        assert all(torch.equal(given.head[key], expected.head[key]) for key in expected.head)
+
+
+def copied(adapter: Adapter) -> Adapter:
+    """The adapter with tensors of its own."""
+    head = None if adapter.head is None else {part: tensor.clone() for part, tensor in adapter.head.items()}
+    return Adapter(adapter.config, {key: tensor.clone() for key, tensor in adapter.tensors.items()}, head, "a copy")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from bases import KINDS, full_base, lora_config, make_base
 from builders import ARCHITECTURES, EOS, PAD, padded_batch, tiny_model
-
 from ppo_lora import Role, SharedBase
 
 P, T = 5, 6

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import PeftModel, get_peft_model_state_dict
+from torch.nn.functional import pad
+
 from bases import (
     ALL_KINDS,
     KINDS,
@@ -16,9 +19,6 @@ from bases import (
     reward_adapter,
 )
 from builders import ARCHITECTURES, PAD, padded_batch, randomize
-from peft import PeftModel, get_peft_model_state_dict
-from torch.nn.functional import pad
-
 from ppo_lora import Role, SharedBase
 
 P, T = 5, 6

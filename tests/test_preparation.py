@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bases import KINDS, full_base, lora_config, make_base, model_folder, plain_model, policy_adapter
-from builders import ARCHITECTURES, padded_batch, randomize, tiny_model
 from peft import IA3Config, LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification
 
+from bases import KINDS, full_base, lora_config, make_base, model_folder, plain_model, policy_adapter
+from builders import ARCHITECTURES, padded_batch, randomize, tiny_model
 from ppo_lora import Role, SharedBase
 from ppo_lora.adapters import write_adapter
 
@@ -21,8 +21,10 @@ T = 6
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForSequenceClassification])
 def test_a_base_without_an_output_head_is_refused(auto):
-    model = plain_model(auto=auto) if auto is AutoModelForSequenceClassification else AutoModel.from_pretrained(
-        model_folder()
+    model = (
+        plain_model(auto=auto)
+        if auto is AutoModelForSequenceClassification
+        else AutoModel.from_pretrained(model_folder())
     )
     with pytest.raises(TypeError, match=f"The base is a {type(model).__name__}; expected a transformers causal"):
         SharedBase(model)
@@ -55,14 +57,16 @@ def test_another_kind_of_adapter_is_refused():
 def test_adapters_that_start_away_from_the_base_are_refused(init):
     config = lora_config()
     config.init_lora_weights = init
-    with pytest.raises(ValueError, match=f"init_lora_weights is {init!r}, which starts away from the base or rewrites"):
+    with pytest.raises(
+        ValueError, match=f"init_lora_weights is {init!r}, which starts away from the base or rewrites"
+    ):
         make_base(peft_config=config)
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 @pytest.mark.parametrize("role", ["policy", "reference", "value"])
 def test_saved_adapters_that_rewrite_the_base_on_loading_do_not(tmp_path, init, role):
-    """PEFT replaces the base's weights by their residual when such a configuration is put on; four roles share them."""
+    """PEFT replaces the base's weights by their residual when it meets such a configuration; four roles share them."""
     made = full_base().adapter("policy" if role != "value" else "value")
     made.config.init_lora_weights = init
     write_adapter(tmp_path, made)

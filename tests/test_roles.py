@@ -9,16 +9,15 @@ from functools import cache
 
 import pytest
 import torch
-from bases import ALL_KINDS, KINDS, assert_close, full_base, lora_config, make_base, policy_adapter, reward_adapter
-from builders import ARCHITECTURES, padded_batch, randomize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from bases import ALL_KINDS, KINDS, assert_close, full_base, lora_config, make_base, policy_adapter, reward_adapter
+from builders import ARCHITECTURES, padded_batch, randomize
 from ppo_lora import Role, SharedBase, read_adapter
 
 T = 6
-ADAPTER_OF = {"policy": "policy", "reference": "reference", "value": "value", "reward": "reward"}
 
 
 class _Failure(Exception):
@@ -42,7 +41,7 @@ def _assert_trainable_set(base: SharedBase) -> None:
 def _assert_active(base: SharedBase, role: str) -> None:
     assert base.active_role == role
     for layer in _layers(base):
-        assert (layer.active_adapters, layer.disable_adapters) == ([ADAPTER_OF[role]], False)
+        assert (layer.active_adapters, layer.disable_adapters) == ([Role(role).value], False)
 
 
 def _state(base: SharedBase) -> dict[str, torch.Tensor]:
@@ -112,9 +111,9 @@ def test_passes_leave_role_and_trainable_set(kind, checkpointing):
     _assert_active(base, "policy")
 
 
-@pytest.mark.parametrize("options", [{}, {"value": "shared"}, {"reference": policy_adapter}, {"value": reward_adapter}])
-def test_trainable_set_of_other_role_layouts(options):
-    _assert_trainable_set(make_base(**{role: made if made == "shared" else made() for role, made in options.items()}))
+@pytest.mark.parametrize("layout", [{}, {"value": "shared"}, {"reference": policy_adapter}, {"value": reward_adapter}])
+def test_trainable_set_of_other_role_layouts(layout):
+    _assert_trainable_set(make_base(**{role: made() if callable(made) else made for role, made in layout.items()}))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -203,7 +202,7 @@ def test_peft_layers_still_read_the_flags_that_roles_write(kind, role):
     """SharedBase writes `_active_adapter` and `_disable_adapters`; PEFT's public switches must be equivalent."""
     base = make_base(kind=kind) if role is None else full_base(kind=kind)
     randomize(base.trainable_parameters()[Role.POLICY], scale=0.1)
-    name = None if role is None else ADAPTER_OF[role]
+    name = None if role is None else role.value
     layers = _layers(base)
     assert len(layers) == 2 * 7
     with base.role(role or "reference"):
@@ -250,7 +249,12 @@ def test_an_unknown_role_is_named(name):
 def test_a_missing_reward_role_is_named():
     base = make_base()
     ids, mask = padded_batch()
-    for use in (lambda: base.scores(ids, mask), lambda: base.role("reward").__enter__(), lambda: base.adapter("reward")):
+    for use in (
+        lambda: base.scores(ids, mask),
+        lambda: base.role("reward").__enter__(),
+        lambda: base.adapter("reward"),
+        lambda: base.generate(ids, mask, role="reward", max_new_tokens=1),
+    ):
         with pytest.raises(ValueError, match="no reward role. Give SharedBase a reward adapter, or take scores from"):
             use()
     assert base.active_role is Role.POLICY

@@ -1,0 +1,130 @@
+"""Adapters that are refused: broken folders, heads that do not score, other bases, loads that do not fit."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from peft import IA3Config, get_peft_model
+
+from bases import (
+    assert_same_adapter,
+    copied,
+    full_base,
+    lora_config,
+    make_base,
+    plain_model,
+    policy_adapter,
+    reward_adapter,
+)
+from builders import tiny_model
+from ppo_lora import Adapter, AdapterSource, SharedBase, read_adapter
+
+# Reading errors
+
+
+@pytest.mark.parametrize("missing", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_named_and_the_found_ones_listed(tmp_path, missing):
+    shutil.copytree(policy_adapter(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / missing).unlink()
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ValueError, match=rf"No {missing} in {tmp_path} \(found: .*pytorch_model.bin.*`trl sft`"):
+        read_adapter(tmp_path)
+    with pytest.raises(ValueError, match=rf"No {missing}|No adapter_config.json in .*none \(found: nothing\)"):
+        read_adapter(AdapterSource(str(tmp_path), subfolder="none"))
+
+
+def test_an_adapter_that_is_not_lora_is_refused(tmp_path):
+    get_peft_model(plain_model(), IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} is a IA3 adapter; only LoRA adapters can share the base"):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("role", ["reward", "value"])
+def test_an_adapter_without_a_head_is_refused_where_one_is_needed(role):
+    text = f"{policy_adapter()} has no head weights .score or classifier., so it cannot score. Expected a SEQ_CLS"
+    with pytest.raises(ValueError, match=text):
+        make_base(**{role: policy_adapter()})
+
+
+@pytest.mark.parametrize("role", ["reward", "value"])
+def test_a_head_with_two_outputs_is_refused(role):
+    adapter = reward_adapter(num_labels=2)
+    with pytest.raises(ValueError, match=f"The head of {adapter} has 2 outputs; expected 1. Train the reward model"):
+        make_base(**{role: adapter})
+
+
+@pytest.mark.parametrize("role", ["reward", "value"])
+def test_a_head_of_another_hidden_size_is_refused(role):
+    good = read_adapter(reward_adapter())
+    adapter = Adapter(good.config, good.tensors, {"weight": torch.zeros(1, 48)}, "the file")
+    with pytest.raises(ValueError, match="The head of the file is for hidden size 48; the base's is 64"):
+        make_base(**{role: adapter})
+
+
+@pytest.mark.parametrize("name", ["policy", "reference"])
+def test_a_head_on_a_text_role_is_left_alone(name):
+    base = make_base(**{name: reward_adapter()})
+    assert base.adapter(name).head is None
+    assert_same_adapter(base.adapter(name), Adapter(lora_config(), read_adapter(reward_adapter()).tensors))
+
+
+@pytest.mark.parametrize("role", ["policy", "reference", "value", "reward"])
+@pytest.mark.parametrize(
+    ("base", "text"),
+    [
+        (lambda: tiny_model("gpt2"), "GPT2LMHeadModel"),
+        (lambda: tiny_model(hidden_size=32), r"\[4, 64\] in the adapter and \[4, 32\] on the base"),
+        (lambda: tiny_model(num_hidden_layers=1), "0 tensors are missing and 14 have no place"),
+        (lambda: tiny_model(num_hidden_layers=3), r"14 tensors are missing \(the first: .*layers.2.* 0 have no place"),
+        (lambda: tiny_model(intermediate_size=96), r"\[128, 4\] in the adapter and \[96, 4\] on the base"),
+    ],
+    ids=["another architecture", "hidden size", "fewer layers", "more layers", "another MLP"],
+)
+def test_an_adapter_of_another_base_is_refused(role, base, text):
+    make = policy_adapter if role in ("policy", "reference") else reward_adapter
+    adapter = make(target_modules=r".*\.(q|k|v|o|up|down|gate)_proj")
+    with pytest.raises(
+        ValueError, match=rf"(?s)The {role} adapter {adapter} does not fit .*{text}.*Load the base that"
+    ):
+        SharedBase(base(), **{role: adapter}, peft_config=lora_config("gpt2" if "GPT2" in text else "llama"))
+
+
+@pytest.mark.parametrize("role", ["policy", "reference", "reward"])
+@pytest.mark.parametrize("word", ["shared", "separate"])
+def test_words_for_the_value_adapter_are_refused_for_other_roles(role, word):
+    with pytest.raises(ValueError, match=word):
+        make_base(**{role: word})
+
+
+# Loading in place
+
+
+def _refused_loads(base: SharedBase):
+    good = copied(base.adapter("value"))
+    first = next(iter(good.tensors))
+    without = {key: tensor for key, tensor in good.tensors.items() if key != first}
+    yield "no head weights", Adapter(good.config, good.tensors)
+    yield "2 outputs", Adapter(good.config, good.tensors, {"weight": torch.zeros(2, 64)})
+    yield "hidden size 32; the base's is 64", Adapter(good.config, good.tensors, {"weight": torch.zeros(1, 32)})
+    yield "1 tensors are missing", Adapter(good.config, without, good.head)
+    yield "1 have no place", Adapter(good.config, {**good.tensors, "extra": torch.zeros(1)}, good.head)
+    yield r"\[5, 5\] in the adapter", Adapter(good.config, {**good.tensors, first: torch.zeros(5, 5)}, good.head)
+
+
+def test_a_refused_load_changes_nothing():
+    base = full_base()
+    before = copied(base.adapter("value"))
+    for text, adapter in _refused_loads(base):
+        shifted = {key: tensor + 1 for key, tensor in adapter.tensors.items()}
+        with pytest.raises(ValueError, match=text):
+            base.load_adapter("value", Adapter(adapter.config, shifted, adapter.head, "the file"))
+        assert_same_adapter(base.adapter("value"), before)
+
+
+def test_a_head_with_a_bias_does_not_fit_one_without():
+    base = full_base()
+    good = copied(base.adapter("value"))
+    with pytest.raises(ValueError, match="bias"):
+        base.load_adapter("value", Adapter(good.config, good.tensors, {**good.head, "bias": torch.ones(1)}))

@@ -1,0 +1,58 @@
+"""scripts/ppo.py from YAML to a saved policy, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from builders import save_tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CONFIG = """
+model_name_or_path: {base}
+dataset_name: {data}
+output_dir: {output}
+reward_funcs: [my_rewards.count_w5]
+lora_r: 4
+use_cpu: true
+total_episodes: 32
+per_device_train_batch_size: 8
+num_ppo_epochs: 2
+max_completion_length: 6
+eval_strategy: steps
+eval_steps: 2
+report_to: none
+"""
+
+
+def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    base = save_tiny_model(folder / "base")
+    data = folder / "data"
+    data.mkdir()
+    for split in ("train", "test"):
+        (data / f"{split}.jsonl").write_text("".join(f'{{"prompt": "w{3 + i % 40}"}}\n' for i in range(16)))
+    (folder / "my_rewards.py").write_text(
+        "def count_w5(completions, **kwargs):\n    return [float(c.split().count('w5')) for c in completions]\n"
+    )
+    config = folder / "ppo.yaml"
+    config.write_text(CONFIG.format(base=base, data=data, output=folder / "run"))
+    command = [sys.executable, str(ROOT / "scripts" / "ppo.py"), "--config", str(config), *more]
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
+def test_it_trains_evaluates_and_saves(tmp_path):
+    result = _run(tmp_path, "--learning_rate", "1e-3", "--log_completions")
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    assert '"r": 4' in (tmp_path / "run" / "adapter_config.json").read_text()
+    assert "Evaluation at step" in result.stdout
+
+
+def test_an_unknown_option_in_the_yaml_is_an_error(tmp_path):
+    result = _run(tmp_path, "--no_such_option", "1")
+    assert result.returncode != 0
+    assert "no_such_option" in result.stderr
