@@ -29,6 +29,7 @@ class PromptDataset:
 
     Attributes:
         overlong_count: prompts that were over ``max_length``.
+        longest: tokens of the longest prompt that :meth:`batch` gives.
 
     Raises:
         ValueError: it is empty, has no ``prompt`` column, messages without a chat template, or nothing is left.
@@ -48,7 +49,7 @@ class PromptDataset:
         tokenized = dataset.map(
             lambda row: {_IDS: _tokenize(row["prompt"], tokenizer)},
             desc=f"Tokenizing {name}",
-            load_from_cache_file=False,
+            keep_in_memory=True,
         )
         lengths = [len(ids) for ids in tokenized[_IDS]]
         self.max_length = max_length
@@ -57,6 +58,7 @@ class PromptDataset:
         if self.overlong_count and overlong == "drop":
             tokenized = tokenized.select(fitting)
         self._rows = tokenized
+        self.longest = min(max(lengths), max_length or max(lengths))
         self._report(name, overlong, len(lengths))
 
     def __len__(self) -> int:

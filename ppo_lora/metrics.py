@@ -1,7 +1,8 @@
-"""Means that are kept on the device until somebody reads them."""
+"""What a run measures: means that stay on the device until somebody reads them, and where the time goes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,3 +40,27 @@ class RunningMeans:
         self._sums.clear()
         self._weights.clear()
         return {name: total / weight for name, (total, weight) in zip(names, totals, strict=True)}
+
+
+class PhaseClock:
+    """Seconds spent in the phases of an iteration, which follow one another."""
+
+    def __init__(self) -> None:
+        self._phase: str | None = None
+        self._since = 0.0
+        self._seconds: dict[str, float] = {}
+
+    def enter(self, phase: str) -> None:
+        """End the phase of the moment and begin this one."""
+        now = time.perf_counter()
+        if self._phase is not None:
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+
+    def stop(self) -> dict[str, float]:
+        """End the phase of the moment; the seconds of each phase since the last stop."""
+        if self._phase is not None:
+            self.enter(self._phase)
+        self._phase = None
+        seconds, self._seconds = self._seconds, {}
+        return seconds

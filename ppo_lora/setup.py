@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from peft import LoraConfig
@@ -71,4 +72,15 @@ def check_enough_prompts(prompts: PromptDataset, args: PPOConfig) -> None:
             f"(per_device_train_batch_size {args.per_device_train_batch_size} * gradient_accumulation_steps "
             f"{args.gradient_accumulation_steps} * num_mini_batches {args.num_mini_batches} * {args.world_size} "
             "processes). Lower one of them, or give more prompts."
+        )
+
+
+def check_lengths(datasets: Sequence[PromptDataset], base: SharedBase, args: PPOConfig) -> None:
+    """Refuse sequences that the base has no positions for."""
+    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    longest = max(dataset.longest for dataset in datasets)
+    if limit is not None and longest + args.max_completion_length > limit:
+        raise ValueError(
+            f"The longest prompt has {longest} tokens; with max_completion_length={args.max_completion_length} that "
+            f"is over the base's {limit} positions. Lower max_completion_length or max_prompt_length."
         )

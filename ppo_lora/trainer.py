@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,12 @@ from transformers import (
 
 from .adapters import read_adapter, write_adapter, write_manifest
 from .callbacks import IterationEndCallback, PhaseProgressCallback
+from .card import write_card
 from .config import PPOConfig
 from .data import PromptDataset, iteration_rows
 from .display import completions_table, print_table
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, policy_statistics
-from .metrics import RunningMeans
+from .metrics import PhaseClock, RunningMeans
 from .roles import Role
 from .rollout import (
     build_experience,
@@ -43,10 +43,10 @@ from .rollout import (
     source_metrics,
 )
 from .scorers import Responses, RewardFunction, Scorer, read_responses
-from .setup import check_enough_prompts, model_name, shared_base, stop_token_ids, tokenizer_for
+from .setup import check_enough_prompts, check_lengths, model_name, shared_base, stop_token_ids, tokenizer_for
 from .shared_base import AdapterLike, SharedBase
 from .stream import ExperienceStream
-from .types import Experience, Prompts
+from .types import Experience, Prompts, Rollout
 
 VALUE_FOLDER = "value"
 _ROLLOUTS, _EVALUATIONS = 1, 3
@@ -113,10 +113,12 @@ class PPOTrainer(Trainer):
         self._train_prompts = self._prompts(train_dataset, "train_dataset", args)
         self._eval_prompts = self._all_eval_prompts(eval_dataset, args)
         check_enough_prompts(self._train_prompts, args)
+        check_lengths([self._train_prompts, *self._eval_prompts.values()], self.base, args)
 
         self._progress = PhaseProgressCallback()
         self._means = RunningMeans()
-        self._seconds: dict[str, float] = {}
+        self._clock = PhaseClock()
+        self._tokens_collected = 0
         self._samples: tuple[Responses, Tensor] | None = None
         self._watched: list[tuple[Experience, Tensor, Tensor]] = []
         self.kl_coef = args.kl_coef
@@ -147,18 +149,16 @@ class PPOTrainer(Trainer):
 
     def collect(self, iteration: int) -> Experience:
         """Sample a response to each prompt of an iteration, score them, and estimate the advantages."""
+        self._close_iteration()
         prompts = self._iteration_prompts(iteration)
-        rollout, responses, scores, by_source = self._scored_rollout(prompts, _ROLLOUTS, iteration)
-        with self._phase("scoring"):
-            tokens = score_tokens(self.base, rollout, self.args)
-            scores = final_scores(scores, rollout, self.args)
-            experience = build_experience(rollout, tokens, scores, self.kl_coef, self.args)
-        self._means.add(rollout_metrics(experience, tokens, rollout, self.kl_coef, self.args))
-        self._means.add(source_metrics(by_source))
+        self._enter("sampling")
+        rollout = self._sampled(prompts, _ROLLOUTS, iteration)
+        self._enter("scoring")
+        responses, experience, metrics = self._scored(prompts, rollout)
+        self._means.add(metrics)
         self._samples = (responses, experience.scores)
-        self._updating_since = time.perf_counter()
         self._tokens_collected = int(rollout.attention_mask.sum())
-        self._progress.show_phase("updating")
+        self._enter("updating")
         return experience
 
     def get_batch_samples(
@@ -286,6 +286,7 @@ class PPOTrainer(Trainer):
         prompts = self._eval_prompts if eval_dataset is None else self._all_eval_prompts(eval_dataset, self.args)
         if not prompts:
             raise ValueError("evaluate() needs prompts: give eval_dataset to the trainer or to this call.")
+        self._close_iteration()
         metrics: dict[str, float] = {}
         for name, dataset in prompts.items():
             metrics |= self._evaluate_prompts(dataset, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
@@ -299,23 +300,21 @@ class PPOTrainer(Trainer):
         size = self.args.local_rollout_forward_batch_size
         for first in range(0, len(mine), size):
             prompts = dataset.batch(mine[first : first + size])
-            rollout, responses, scores, by_source = self._scored_rollout(prompts, _EVALUATIONS, first)
-            tokens = score_tokens(self.base, rollout, self.args)
-            scores = final_scores(scores, rollout, self.args)
-            experience = build_experience(rollout, tokens, scores, self.kl_coef, self.args)
-            seen = rollout_metrics(experience, tokens, rollout, self.kl_coef, self.args) | source_metrics(by_source)
-            means.add(seen, weight=float(len(prompts)))
+            rollout = self._sampled(prompts, _EVALUATIONS, first)
+            responses, experience, metrics = self._scored(prompts, rollout)
+            means.add(metrics, weight=float(len(prompts)))
             if first == 0 and self.args.log_completions:
-                self._print_completions(responses, scores, f"Evaluation at step {self.state.global_step}")
-        metrics = {f"{prefix}_{name}": value for name, value in means.pop(self._sum_over_processes).items()}
-        return metrics | {f"{prefix}_runtime": time.perf_counter() - started}
+                self._print_completions(responses, experience.scores, f"Evaluation at step {self.state.global_step}")
+        seen = {f"{prefix}_{name}": value for name, value in means.pop(self._sum_over_processes).items()}
+        return seen | {f"{prefix}_runtime": time.perf_counter() - started}
 
     # Logging
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the iteration measured to the training logs, under TRL's names."""
         if "loss" in logs:
-            logs = {**logs, **self._means.pop(self._sum_over_processes), **self._resource_metrics()}
+            self._close_iteration()
+            logs = {**logs, **self._means.pop(self._sum_over_processes), **_memory()}
             logs["lr"] = logs["learning_rate"]
             logs["objective/kl_coef"] = self.kl_coef
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
@@ -323,17 +322,17 @@ class PPOTrainer(Trainer):
                 self._print_completions(*self._samples, f"Step {self.state.global_step}")
         super().log(logs, start_time)
 
-    def _resource_metrics(self) -> dict[str, float]:
-        """``time/*`` in seconds of the last iteration, ``memory/*`` in GiB."""
-        now = time.perf_counter()
-        seconds = {**self._seconds, "updating": now - self._updating_since}
-        self._seconds = {}
-        total = sum(seconds.values())
-        memory = {"memory/rss_gib": psutil.Process().memory_info().rss / 2**30}
-        if torch.cuda.is_available():
-            memory["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        times = {f"time/{phase}": value for phase, value in seconds.items()}
-        return {**times, "time/iteration": total, "time/tokens_per_second": self._tokens_collected / total, **memory}
+    def _enter(self, phase: str) -> None:
+        self._clock.enter(phase)
+        self._progress.show_phase(phase)
+
+    def _close_iteration(self) -> None:
+        """Note how long the iteration's phases took, in seconds; nothing if that was done already."""
+        seconds = self._clock.stop()
+        if seconds:
+            total = sum(seconds.values())
+            self._means.add({f"time/{phase}": value for phase, value in seconds.items()})
+            self._means.add({"time/iteration": total, "time/tokens_per_second": self._tokens_collected / total})
 
     def _print_completions(self, responses: Responses, scores: Tensor, title: str) -> None:
         if not self.is_world_process_zero():
@@ -344,15 +343,6 @@ class PPOTrainer(Trainer):
                 responses.prompts[rows], responses.completions[rows], {"score": scores[rows].tolist()}, title
             )
         )
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        self._progress.show_phase(name)
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _sum_over_processes(self, totals: Tensor) -> Tensor:
         summed: Tensor = self.accelerator.reduce(totals.to(self.accelerator.device), reduction="sum")
@@ -375,6 +365,29 @@ class PPOTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the policy's README.md: base, roles, options, last metrics, how to load it."""
+        if not self.is_world_process_zero():
+            return
+        numbers = [entry for entry in self.state.log_history if "objective/scores" in entry]
+        write_card(
+            self.args.output_dir,
+            name=model_name or Path(self.args.output_dir).name,
+            base=self.base.config.name_or_path or "an unnamed model",
+            location=self.hub_model_id or str(self.args.output_dir),
+            roles={role.value: self.base.adapters.sources[role] for role in self.base.roles},
+            config=self.args,
+            metrics={name: value for name, value in (numbers[-1] if numbers else {}).items() if "/" in name},
+            dataset=dataset_name,
+            tags={*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])},
+        )
 
     def _manifest(self) -> dict[str, Any]:
         packages = ("ppo_lora", "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
@@ -408,14 +421,27 @@ class PPOTrainer(Trainer):
         start = args.process_index * args.local_batch_size
         return self._train_prompts.batch(rows[start : start + args.local_batch_size])
 
-    def _scored_rollout(self, prompts: Prompts, stream: int, number: int) -> Any:
-        args = self.args
-        with self._phase("sampling"), seeded(args.seed, stream, number, args.process_index):
-            rollout = sample(self.base, prompts, args, self.stop_token_ids, self._tokenizer.pad_token_id)
-        with self._phase("scoring"):
-            responses = read_responses(prompts, rollout, self._tokenizer)
-            scores, by_source = self.scorer(responses, trainer_state=self.state)
-        return rollout, responses, scores, by_source
+    def _sampled(self, prompts: Prompts, stream: int, number: int) -> Rollout:
+        with seeded(self.args.seed, stream, number, self.args.process_index):
+            return sample(self.base, prompts, self.args, self.stop_token_ids, self._tokenizer.pad_token_id)
+
+    def _scored(self, prompts: Prompts, rollout: Rollout) -> tuple[Responses, Experience, dict[str, Tensor]]:
+        """What the scorers saw, what training needs, and what is logged of a rollout."""
+        responses = read_responses(prompts, rollout, self._tokenizer)
+        scores, by_source = self.scorer(responses, trainer_state=self.state)
+        tokens = score_tokens(self.base, rollout, self.args)
+        scores = final_scores(scores, rollout, self.args)
+        experience = build_experience(rollout, tokens, scores, self.kl_coef, self.args)
+        metrics = rollout_metrics(experience, tokens, rollout, self.kl_coef, self.args)
+        return responses, experience, metrics | source_metrics(by_source)
+
+
+def _memory() -> dict[str, float]:
+    """Resident memory of this process and, on a GPU, the peak that was allocated, in GiB."""
+    memory = {"memory/rss_gib": psutil.Process().memory_info().rss / 2**30}
+    if torch.cuda.is_available():
+        memory["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return memory
 
 
 def _first_broken_row(batch: Experience, logprobs: Tensor, values: Tensor) -> str | None:

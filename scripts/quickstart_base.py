@@ -26,7 +26,7 @@ class BaseSettings:
 
     seed: int = 0
     texts: int = 8192
-    steps: int = 400
+    steps: int = 500
     batch_size: int = 32
     block_tokens: int = 64
     learning_rate: float = 5e-3

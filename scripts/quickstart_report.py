@@ -9,13 +9,14 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from rich.markup import escape
 from rich.table import Table
 
 from quickstart_data import BEST_GOLD_SCORE
 from quickstart_evaluation import Reviews
 
-BEFORE_COLOUR = "#9aa4b2"
+BEFORE_COLOUR, NEUTRAL_COLOUR = "#9aa4b2", "#374151"
 CURVES = {
     "objective/scores": ("Reward model's score", "#2563eb"),
     "rewards/gold_reward/mean": (f"Gold rule's score (best {BEST_GOLD_SCORE:g})", "#059669"),
@@ -26,8 +27,8 @@ CURVES = {
 
 def comparison_table(before: Reviews, after: Reviews) -> Table:
     """Return the numbers of SFT against PPO."""
-    table = Table(title=f"{len(before.texts)} reviews of products that no stage had seen", title_justify="left")
-    table.add_column("mean of")
+    table = Table(title=f"{len(before.texts)} reviews of products no stage had seen", title_justify="left")
+    table.add_column("mean of", no_wrap=True)
     table.add_column("SFT", justify="right")
     table.add_column("PPO", justify="right", style="bold")
     rows = (
@@ -43,11 +44,13 @@ def comparison_table(before: Reviews, after: Reviews) -> Table:
 
 
 def samples_table(before: Reviews, after: Reviews, count: int = 3) -> Table:
-    """Return `count` prompts with the review before and after PPO, and each one's gold score."""
-    table = Table(title="Before and after, same prompts", title_justify="left", show_lines=True)
-    for name in ("prompt", "SFT", "PPO"):
-        table.add_column(name, ratio=1 if name == "prompt" else 2)
-    for index in range(count):
+    """Return the first `count` prompts whose SFT review was not all praise, with the review before and after PPO."""
+    table = Table(title="The first that SFT did not praise, before and after", title_justify="left", show_lines=True)
+    table.add_column("prompt", ratio=1)
+    for name in ("SFT (gold score)", "PPO (gold score)"):
+        table.add_column(name, ratio=2)
+    improvable = [index for index, gold in enumerate(before.golds) if gold < BEST_GOLD_SCORE]
+    for index in improvable[:count]:
         cells = (f"{escape(each.texts[index])} [dim]({each.golds[index]:.2f})[/]" for each in (before, after))
         table.add_row(escape(before.prompts[index]), *cells)
     return table
@@ -73,16 +76,21 @@ def draw_curves(ppo_dir: Path, before: Reviews, after: Reviews, target: Path) ->
     for axes, (key, (title, colour)), (old, new) in panels:
         _draw_curve(axes, history[key], colour, old, new)
         axes.set_title(title, fontsize=11, loc="left")
+    labels = [
+        Line2D([], [], color=NEUTRAL_COLOUR, linewidth=1.8, label="PPO, on its training prompts"),
+        Line2D([], [], color=BEFORE_COLOUR, linewidth=1.2, linestyle="--", label="SFT, on held-out prompts"),
+        Line2D([], [], color=NEUTRAL_COLOUR, linestyle="", marker="o", label="PPO at the end, on held-out prompts"),
+    ]
+    figure.legend(handles=labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     figure.savefig(target)
 
 
 def _draw_curve(axes: Axes, values: Sequence[float], colour: str, before: float, after: float) -> None:
-    iterations = range(1, len(values) + 1)
-    axes.plot(iterations, values, color=colour, linewidth=1.8, label="PPO's rollouts")
-    axes.axhline(before, color=BEFORE_COLOUR, linestyle="--", linewidth=1.2, label="SFT, held out")
-    axes.plot(len(values), after, "o", color=colour, markeredgecolor="white", markersize=8, label="PPO, held out")
-    axes.set_xlabel("iteration")
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    axes.plot(range(1, len(values) + 1), values, color=colour, linewidth=1.8)
+    axes.axhline(before, color=BEFORE_COLOUR, linestyle="--", linewidth=1.2)
+    axes.plot(len(values), after, "o", color=colour, markeredgecolor="white", markersize=8, clip_on=False)
+    axes.set_xlabel("iteration", fontsize=9)
+    axes.tick_params(labelsize=9)
     _clean(axes)
 
 

@@ -25,6 +25,7 @@ def quiet_environment(output_dir: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "MPLBACKEND": "agg",
         "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",
     }

@@ -105,6 +105,10 @@ CASES = {
         lambda path: {"model": SharedBase(tiny_model()), "value_adapter": "shared"},
         "SharedBase already.*value",
     ),
+    "responses beyond the base's positions": (
+        lambda path: {"model": tiny_model("gpt2", n_positions=8), "args": config(path / "run")},
+        "longest prompt has 4 tokens; with max_completion_length=6 that is over the base's 8 positions",
+    ),
     "a LoRA that rewrites the base": (
         lambda path: {"peft_config": LoraConfig(init_lora_weights="pissa")},
         "init_lora_weights is 'pissa'",

@@ -193,8 +193,8 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
             "Both missing_eos_penalty=1.0 (subtract) and missing_eos_score=-2.0 (replace) are given; set one of them.",
         ),
         (
-            {"max_steps": 10, "num_ppo_epochs": 2, "num_mini_batches": 3},
-            "max_steps=10 is not a whole number of iterations: one takes num_ppo_epochs * num_mini_batches = 6 "
+            {"max_steps": 9, "num_ppo_epochs": 2, "num_mini_batches": 3},
+            "max_steps=9 is not a whole number of iterations: one takes num_ppo_epochs * num_mini_batches = 6 "
             "steps. Use 12, or total_episodes.",
         ),
         (

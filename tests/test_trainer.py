@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi, ModelCard, RepoUrl
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -327,3 +329,34 @@ def test_the_peft_adapter_on_disk_is_the_policy(tmp_path):
     saved = read_adapter(tmp_path)
     for key, tensor in made.base.adapter(Role.POLICY).tensors.items():
         assert torch.equal(saved.tensors[key], tensor)
+
+
+def test_the_policy_is_pushed_with_its_value_role_and_card(tmp_path, monkeypatch):
+    pushed = {}
+
+    def create_repo(self, repo_id, **kwargs):
+        return RepoUrl(f"https://huggingface.co/someone/{repo_id}")
+
+    def upload_folder(self, *, repo_id, folder_path, **kwargs):
+        pushed[repo_id] = sorted(str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*") if p.is_file())
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    made = trainer(tmp_path, hub_model_id="policy", hub_token="hf_secret")
+    made.train()
+    made.push_to_hub(dataset_name="someone/prompts")
+    (files,) = pushed.values()
+    assert {"adapter_model.safetensors", "value/adapter_model.safetensors", "README.md", "ppo_lora.json"} <= set(files)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.datasets == "someone/prompts" and "objective/scores" in card.text
+    assert "hf_secret" not in card.content
+
+
+def test_seconds_of_phases_leave_evaluations_out(tmp_path):
+    made = trainer(tmp_path, max_steps=8, trainer_options={"eval_dataset": prompts(4)})
+    made.train()
+    made.evaluate()
+    for entry in logged(made):
+        phases = entry["time/sampling"] + entry["time/scoring"] + entry["time/updating"]
+        assert entry["time/iteration"] == pytest.approx(phases)
+    assert sum(entry["time/iteration"] for entry in logged(made)) <= made.state.log_history[-2]["train_runtime"] + 1e-3
