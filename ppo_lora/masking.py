@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over all processes."""
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -33,7 +36,9 @@ def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     return centred.square().sum() / (mask.sum() - 1).clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, epsilon: float = 1e-8) -> Tensor:
+def masked_whiten(
+    values: Tensor, mask: Tensor, shift_mean: bool = True, epsilon: float = 1e-8, reduce: Reduce | None = None
+) -> Tensor:
     """Scale the True positions to unit variance, and to zero mean unless told otherwise; 0 elsewhere.
 
     With ``shift_mean=False`` the mean is put back after scaling, as the N+ implementation details do for rewards
@@ -44,12 +49,17 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True, epsilon
         mask: [B, T] bool.
         shift_mean: subtract the mean.
         epsilon: added to the variance.
+        reduce: sums a tensor over all processes, so that the moments are those of all rows; None for one process.
     """
-    mean = masked_mean(values, mask)
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + epsilon)
+    reduce = reduce or (lambda total: total)
+    zeros = torch.zeros_like(values)
+    total, count = reduce(torch.stack([torch.where(mask, values, zeros).sum(), mask.sum().to(values.dtype)]))
+    mean = total / count.clamp(min=1)
+    squares = reduce(torch.where(mask, values - mean, zeros).square().sum())
+    whitened = (values - mean) * torch.rsqrt(squares / (count - 1).clamp(min=1) + epsilon)
     if not shift_mean:
         whitened = whitened + mean
-    return torch.where(mask, whitened, torch.zeros_like(values))
+    return torch.where(mask, whitened, zeros)
 
 
 def first_stop_mask(responses: Tensor, stop_token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .masking import Reduce
 
 
 class RunningMeans:
@@ -25,7 +27,7 @@ class RunningMeans:
             self._sums[name] = self._sums.get(name, 0.0) + number * amount
             self._weights[name] = self._weights.get(name, 0.0) + amount
 
-    def pop(self, reduce: Callable[[Tensor], Tensor] = lambda totals: totals) -> dict[str, float]:
+    def pop(self, reduce: Reduce = lambda totals: totals) -> dict[str, float]:
         """The means so far, and start anew.
 
         Args:

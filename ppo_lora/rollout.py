@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .advantages import generalized_advantage_estimation
 from .config import PPOConfig
-from .masking import first_stop_mask, masked_mean, masked_whiten
+from .masking import Reduce, first_stop_mask, masked_mean, masked_whiten
 from .rewards import kl_penalty, replace_missing_eos, subtract_missing_eos, token_rewards
 from .roles import Role
 from .shared_base import SharedBase
@@ -126,7 +126,12 @@ def final_scores(scores: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:
 
 
 def build_experience(
-    rollout: Rollout, tokens: TokenScores, scores: Tensor, kl_coef: float, config: PPOConfig
+    rollout: Rollout,
+    tokens: TokenScores,
+    scores: Tensor,
+    kl_coef: float,
+    config: PPOConfig,
+    reduce: Reduce | None = None,
 ) -> Experience:
     """Rewards, advantages and returns of a scored rollout.
 
@@ -136,6 +141,7 @@ def build_experience(
         scores: [B] float32, after :func:`final_scores`.
         kl_coef: weight of the KL penalty.
         config: everything else.
+        reduce: sums a tensor over all processes, for whitening; None for one process.
 
     Raises:
         FloatingPointError: something is not finite; the message names it and the row.
@@ -143,10 +149,10 @@ def build_experience(
     mask = rollout.response_mask
     rewards = token_rewards(scores, tokens.logprobs, tokens.ref_logprobs, mask, kl_coef, config.kl_estimator)
     if config.whiten_rewards:
-        rewards = masked_whiten(rewards, mask, shift_mean=False)
+        rewards = masked_whiten(rewards, mask, shift_mean=False, reduce=reduce)
     advantages, returns = generalized_advantage_estimation(rewards, tokens.values, mask, config.gamma, config.lam)
     if config.whiten_advantages:
-        advantages = masked_whiten(advantages, mask)
+        advantages = masked_whiten(advantages, mask, reduce=reduce)
     experience = Experience(
         sequences=rollout.sequences,
         attention_mask=rollout.attention_mask,

@@ -31,6 +31,7 @@ from .config import PPOConfig
 from .data import PromptDataset, iteration_rows
 from .display import completions_table, print_table
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, policy_statistics
+from .masking import Reduce
 from .metrics import PhaseClock, RunningMeans
 from .roles import Role
 from .rollout import (
@@ -154,7 +155,7 @@ class PPOTrainer(Trainer):
         self._enter("sampling")
         rollout = self._sampled(prompts, _ROLLOUTS, iteration)
         self._enter("scoring")
-        responses, experience, metrics = self._scored(prompts, rollout)
+        responses, experience, metrics = self._scored(prompts, rollout, self._sum_over_processes)
         self._means.add(metrics)
         self._samples = (responses, experience.scores)
         self._tokens_collected = int(rollout.attention_mask.sum())
@@ -425,13 +426,15 @@ class PPOTrainer(Trainer):
         with seeded(self.args.seed, stream, number, self.args.process_index):
             return sample(self.base, prompts, self.args, self.stop_token_ids, self._tokenizer.pad_token_id)
 
-    def _scored(self, prompts: Prompts, rollout: Rollout) -> tuple[Responses, Experience, dict[str, Tensor]]:
+    def _scored(
+        self, prompts: Prompts, rollout: Rollout, reduce: Reduce | None = None
+    ) -> tuple[Responses, Experience, dict[str, Tensor]]:
         """What the scorers saw, what training needs, and what is logged of a rollout."""
         responses = read_responses(prompts, rollout, self._tokenizer)
         scores, by_source = self.scorer(responses, trainer_state=self.state)
         tokens = score_tokens(self.base, rollout, self.args)
         scores = final_scores(scores, rollout, self.args)
-        experience = build_experience(rollout, tokens, scores, self.kl_coef, self.args)
+        experience = build_experience(rollout, tokens, scores, self.kl_coef, self.args, reduce)
         metrics = rollout_metrics(experience, tokens, rollout, self.kl_coef, self.args)
         return responses, experience, metrics | source_metrics(by_source)
 

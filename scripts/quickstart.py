@@ -43,7 +43,7 @@ class Sizes:
 
 
 FULL = Sizes(rows=1280, episodes=1920)
-SHORT = Sizes(rows=640, episodes=768)
+SHORT = Sizes(rows=512, episodes=768)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

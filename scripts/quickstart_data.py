@@ -61,19 +61,8 @@ def gold_reward(completions: Sequence[str], **_: Any) -> list[float]:
 
 def vocabulary() -> list[str]:
     """Return every word that a generated text can hold, sorted."""
-    texts = (
-        *COLOURS,
-        *THINGS,
-        *OPENINGS,
-        *PRAISE,
-        *BLAME,
-        *PRAISE_CUES,
-        *BLAME_CUES,
-        *PARTS,
-        *VERBS,
-        *JUDGING_CLAUSES,
-        *PLAIN_CLAUSES,
-    )
+    judging = (*PRAISE, *BLAME, *PRAISE_CUES, *BLAME_CUES)
+    texts = (*COLOURS, *THINGS, *OPENINGS, *judging, *PARTS, *VERBS, *JUDGING_CLAUSES, *PLAIN_CLAUSES)
     words = {word for text in texts for word in text.split()}
     return sorted(word for word in words if not word.startswith("{"))
 

@@ -157,6 +157,23 @@ def test_prompts_that_fit_are_left_alone_in_silence(tokenizer, overlong, max_len
     assert dataset.overlong_count == 0
 
 
+@pytest.mark.parametrize(
+    ("max_length", "overlong", "longest"),
+    [(None, "truncate", 4), (3, "truncate", 3), (9, "truncate", 4), (3, "drop", 3), (2, "drop", 2)],
+)
+def test_longest_is_what_a_batch_can_hold(tokenizer, max_length, overlong, longest):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dataset = PromptDataset(_texts(*LONG), tokenizer, max_length, overlong)
+    assert dataset.longest == longest == max(map(len, _real(dataset)))
+
+
+def test_dropped_prompts_are_not_the_longest(tokenizer):
+    with pytest.warns(UserWarning):
+        dataset = PromptDataset(_texts("w5", "w6 w7 w8 w9"), tokenizer, max_length=3, overlong="drop")
+    assert dataset.longest == 1
+
+
 def test_nothing_left_is_an_error(tokenizer):
     message = "All 2 prompts of train_dataset are over max_prompt_length=1 tokens."
     with pytest.raises(ValueError, match=re.escape(message)):

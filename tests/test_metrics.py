@@ -1,4 +1,4 @@
-"""Running means."""
+"""Running means and the clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batches import lawful
-from ppo_lora.metrics import RunningMeans
+from ppo_lora.metrics import PhaseClock, RunningMeans
 
 
 def test_mean_by_hand():
@@ -72,3 +72,31 @@ def test_later_changes_of_a_tensor_do_not_count():
     means.add({"a": value})
     value.fill_(100.0)
     assert means.pop() == {"a": 1.0}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is set by hand: ``clock.now``."""
+    clock = PhaseClock()
+    clock.now = 100.0
+    monkeypatch.setattr("ppo_lora.metrics.time.perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_phases_by_hand(clock):
+    for now, phase in ((100.0, "sampling"), (103.0, "scoring"), (104.5, "sampling"), (105.0, "updating")):
+        clock.now = now
+        clock.enter(phase)
+    clock.now = 112.0
+    assert clock.stop() == {"sampling": 3.5, "scoring": 1.5, "updating": 7.0}
+
+
+def test_a_stopped_clock_stands(clock):
+    clock.enter("sampling")
+    clock.now = 101.0
+    clock.stop()
+    clock.now = 150.0
+    assert clock.stop() == {}
+    clock.enter("scoring")
+    clock.now = 152.0
+    assert clock.stop() == {"scoring": 2.0}

@@ -27,6 +27,7 @@ FURTHER = {
     "opt": dict(
         hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64, init_std=0.1
     ),
+    "mpt": dict(d_model=64, n_layers=2, n_heads=4, initializer_range=0.1),
     "bloom": dict(hidden_size=64, n_layer=2, n_head=4, initializer_range=0.1),
     "gemma2": dict(
         hidden_size=64,

@@ -1,4 +1,4 @@
-"""Two processes train as one process with twice the rows would."""
+"""Two processes take the step that one process with all the rows takes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from builders import save_tiny_model
+from builders import prompts, save_tiny_model, tiny_tokenizer
+from ppo_lora import PPOConfig, PPOTrainer
 
 RUN = Path(__file__).with_name("training_run.py")
 OPTIONS = (
-    "--gradient_accumulation_steps 2 --num_ppo_epochs 2 --max_completion_length 6 --temperature 0.9 "
-    "--learning_rate 1e-2 --optim sgd --max_steps 4 --save_strategy no --whiten_advantages false"
+    "--num_ppo_epochs 1 --num_mini_batches 1 --gradient_accumulation_steps 2 --max_completion_length 6 "
+    "--learning_rate 1.0 --optim sgd --max_grad_norm 0 --save_strategy no"
 ).split()
 
 
@@ -26,12 +30,45 @@ def _free_port() -> str:
         return str(server.getsockname()[1])
 
 
-def test_two_processes_agree_and_move_the_weights(tmp_path):
-    base = save_tiny_model(tmp_path / "base")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", _free_port()]
-    command += [str(RUN), base, str(tmp_path / "run"), "--per_device_train_batch_size", "2", *OPTIONS]
+def _run(processes: int, base: str, folder: Path, *more: str) -> None:
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", _free_port()]
+    command += [str(RUN), base, str(folder), *OPTIONS, *more]
     result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr[-3000:]
-    tensors = load_file(tmp_path / "run" / "adapter_model.safetensors")
-    assert any(tensor.abs().max() > 0 for key, tensor in tensors.items() if "lora_B" in key)
-    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+
+
+@pytest.fixture
+def experience(tmp_path):
+    """Eight rows of different lengths, so that the processes have different numbers of tokens."""
+    base = save_tiny_model(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    args = PPOConfig(
+        str(tmp_path / "none"), per_device_train_batch_size=8, max_completion_length=6, use_cpu=True, report_to="none"
+    )
+    reward = lambda completions, **kwargs: [float(len(text)) for text in completions]  # noqa: E731
+    made = PPOTrainer(model, reward, args, prompts(24), processing_class=tiny_tokenizer())
+    rows = made.collect(0)
+    tokens = rows.response_mask.sum(dim=1)
+    assert tokens[:4].sum() != tokens[4:].sum()
+    torch.save(asdict(rows), tmp_path / "experience.pt")
+    return base, tmp_path / "experience.pt"
+
+
+def test_the_step_of_two_processes_is_that_of_one(tmp_path, experience):
+    base, rows = experience
+    for processes, size in ((1, 4), (2, 2)):
+        more = ("--per_device_train_batch_size", str(size), "--max_steps", "1", "--experience", str(rows))
+        _run(processes, base, tmp_path / str(processes), *more)
+    for part in ("adapter_model.safetensors", "value/adapter_model.safetensors"):
+        one, two = (load_file(tmp_path / n / part) for n in ("1", "2"))
+        assert any(tensor.abs().max() > 0 for key, tensor in one.items() if "lora_B" in key or "score" in key)
+        for key, tensor in one.items():
+            torch.testing.assert_close(two[key], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_two_processes_sample_score_and_log_for_themselves(tmp_path):
+    base = save_tiny_model(tmp_path / "base")
+    _run(2, base, tmp_path / "run", "--per_device_train_batch_size", "2", "--max_steps", "3", "--logging_steps", "1")
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()

@@ -1,6 +1,6 @@
 """A small PPO run as a program of its own, for tests that need fresh processes.
 
-training_run.py BASE OUTPUT_DIR [--resume CHECKPOINT] [--die_at STEP] [--option value ...]
+training_run.py BASE OUTPUT_DIR [--resume CHECKPOINT] [--die_at STEP] [--experience FILE] [--option value ...]
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from builders import prompts, tiny_tokenizer  # noqa: E402
-from ppo_lora import PPOConfig, PPOTrainer  # noqa: E402
+from ppo_lora import Experience, PPOConfig, PPOTrainer  # noqa: E402
 
 
 def count_w5(completions, **kwargs):
@@ -37,6 +38,7 @@ def main() -> None:
     own.add_argument("output_dir")
     own.add_argument("--resume")
     own.add_argument("--die_at", type=int, default=-1)
+    own.add_argument("--experience")
     given, rest = own.parse_known_args()
     fixed = ["--output_dir", given.output_dir, "--use_cpu", "--report_to", "none", "--disable_tqdm", "true"]
     (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses([*fixed, *rest])
@@ -49,6 +51,11 @@ def main() -> None:
         tiny_tokenizer(),
         callbacks=[DieAt(given.die_at)],
     )
+    if given.experience:
+        everything = Experience(**torch.load(given.experience))
+        size = len(everything) // args.world_size
+        mine = everything.select(range(args.process_index * size, (args.process_index + 1) * size))
+        trainer.collect = lambda iteration: mine
     trainer.train(resume_from_checkpoint=given.resume)
     trainer.save_model()
 
