@@ -139,6 +139,7 @@ class PPOConfig(TrainingArguments):
         _check_numbers(self)
         _check_sampling(self)
         _check_missing_eos(self)
+        _check_unsupported(self)
         if self.total_episodes is not None:
             self.max_steps = self._steps_for(self.total_episodes)
         _check_steps(self)
@@ -201,10 +202,14 @@ def _parsed(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | N
     """A dict as it is, or read from the JSON that a command line gives."""
     if not isinstance(value, str):
         return value
+    message = f"{name} is {value!r}; expected a JSON object such as '{{\"key\": 1}}'."
     try:
-        return dict(json.loads(value))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name} is {value!r}; expected a JSON object such as '{{\"key\": 1}}'.") from error
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise ValueError(message) from error
+    if not isinstance(parsed, dict):
+        raise ValueError(message)
+    return parsed
 
 
 _POSITIVE_INTEGERS = (
@@ -223,10 +228,11 @@ _OPTIONAL_POSITIVE = ("max_prompt_length", "total_episodes", "value_learning_rat
 
 def _check_numbers(config: PPOConfig) -> None:
     for names, holds, wanted in (
-        (_POSITIVE_INTEGERS, lambda number: number >= 1, "an integer of at least 1"),
+        (_POSITIVE_INTEGERS, lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1"),
         (_POSITIVE, lambda number: number > 0, "a number above 0"),
         (_UNIT, lambda number: 0 <= number <= 1, "a number from 0 to 1"),
         (_NOT_NEGATIVE, lambda number: number >= 0, "a number of at least 0"),
+        (("missing_eos_score",), lambda number: True, "a finite number, or None"),
         (_OPTIONAL_POSITIVE, lambda number: number is None or number > 0, "a number above 0, or None"),
     ):
         for name in names:
@@ -252,6 +258,24 @@ def _check_sampling(config: PPOConfig) -> None:
             f"generation_kwargs has {refused}; allowed are {sorted(SAMPLING_KWARGS)}. Others change which tokens are "
             f"sampled: {why}. Lengths, stop tokens and the temperature have options of their own."
         )
+
+
+_UNSUPPORTED = {
+    "auto_find_batch_size": (False, "set local_rollout_forward_batch_size and per_device_train_batch_size"),
+    "include_num_input_tokens_seen": ("no", "time/tokens_per_second is logged"),
+    "label_smoothing_factor": (0.0, "PPO has no labels"),
+    "neftune_noise_alpha": (None, "the ratio would not start at 1"),
+    "torch_compile": (False, "roles switch inside the model"),
+    "use_liger_kernel": (False, "the output head is chunked already"),
+}
+"""Options of TrainingArguments that would do nothing or harm here: the value that leaves them off, and why."""
+
+
+def _check_unsupported(config: PPOConfig) -> None:
+    for name, (off, why) in _UNSUPPORTED.items():
+        given = getattr(config, name, off)
+        if given not in (off, None, False):
+            raise ValueError(f"{name} is {given!r}; expected {off!r}: PPO does not use it ({why}).")
 
 
 def _check_missing_eos(config: PPOConfig) -> None:

@@ -46,7 +46,7 @@ class PromptDataset:
     ):
         _check_dataset(dataset, tokenizer, name)
         self.pad_token_id = tokenizer.pad_token_id
-        tokenized = dataset.map(
+        tokenized = dataset.with_format(None).map(
             lambda row: {_IDS: _tokenize(row["prompt"], tokenizer)},
             desc=f"Tokenizing {name}",
             keep_in_memory=True,

@@ -132,7 +132,14 @@ class Scorer:
         pieces = zip(
             rollout.sequences.split(self._batch_size), rollout.attention_mask.split(self._batch_size), strict=True
         )
-        return torch.cat([self._base.scores(ids, mask) for ids, mask in pieces])
+        scores = torch.cat([self._base.scores(ids, mask) for ids, mask in pieces])
+        if not bool(scores.isfinite().all()):
+            row = int((~scores.isfinite()).nonzero()[0])
+            raise FloatingPointError(
+                f"The reward adapter's score of row {row} is {scores[row].item()}. Its head may hold broken weights, "
+                "or the dtype overflows (use bfloat16 or float32)."
+            )
+        return scores
 
 
 def _name(function: RewardFunction) -> str:

@@ -84,3 +84,12 @@ def check_lengths(datasets: Sequence[PromptDataset], base: SharedBase, args: PPO
             f"The longest prompt has {longest} tokens; with max_completion_length={args.max_completion_length} that "
             f"is over the base's {limit} positions. Lower max_completion_length or max_prompt_length."
         )
+
+
+def check_one_device(args: PPOConfig) -> None:
+    """Refuse torch's DataParallel, which transformers chooses where one process sees several GPUs."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"This process sees {args.n_gpu} GPUs. Start one process a GPU with `accelerate launch`, or show it one "
+            "with CUDA_VISIBLE_DEVICES=0."
+        )

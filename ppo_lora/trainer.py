@@ -44,7 +44,15 @@ from .rollout import (
     source_metrics,
 )
 from .scorers import Responses, RewardFunction, Scorer, read_responses
-from .setup import check_enough_prompts, check_lengths, model_name, shared_base, stop_token_ids, tokenizer_for
+from .setup import (
+    check_enough_prompts,
+    check_lengths,
+    check_one_device,
+    model_name,
+    shared_base,
+    stop_token_ids,
+    tokenizer_for,
+)
 from .shared_base import AdapterLike, SharedBase
 from .stream import ExperienceStream
 from .types import Experience, Prompts, Rollout
@@ -96,6 +104,7 @@ class PPOTrainer(Trainer):
         reward_adapter: AdapterLike | None = None,
     ):
         args = PPOConfig(output_dir=f"{model_name(model)}-PPO") if args is None else args
+        check_one_device(args)
         set_seed(args.seed)
         adapters = {
             "policy": policy_adapter,

@@ -360,3 +360,36 @@ def test_seconds_of_phases_leave_evaluations_out(tmp_path):
         phases = entry["time/sampling"] + entry["time/scoring"] + entry["time/updating"]
         assert entry["time/iteration"] == pytest.approx(phases)
     assert sum(entry["time/iteration"] for entry in logged(made)) <= made.state.log_history[-2]["train_runtime"] + 1e-3
+
+
+def test_the_best_checkpoint_comes_back_at_the_end(tmp_path):
+    made = trainer(
+        tmp_path,
+        max_steps=12,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_strategy="steps",
+        save_steps=4,
+        load_best_model_at_end=True,
+        metric_for_best_model="objective/scores",
+        learning_rate=3e-2,
+        trainer_options={"eval_dataset": prompts(8)},
+    )
+    made.train()
+    evaluations = {
+        entry["step"]: entry["eval_objective/scores"]
+        for entry in made.state.log_history
+        if "eval_objective/scores" in entry
+    }
+    best = max(evaluations, key=evaluations.get)
+    saved = read_adapter(tmp_path / f"checkpoint-{best}")
+    for key, tensor in made.base.adapter(Role.POLICY).tensors.items():
+        assert torch.equal(saved.tensors[key], tensor)
+
+
+def test_a_broken_reward_adapter_is_named(tmp_path):
+    start = SharedBase(tiny_model())
+    start.value_head.weight.data.fill_(float("nan"))
+    made = trainer(tmp_path, trainer_options={"reward_adapter": start.adapter(Role.VALUE)})
+    with pytest.raises(FloatingPointError, match="reward adapter's score of row 0 is nan"):
+        made.train()
