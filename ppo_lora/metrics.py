@@ -20,15 +20,19 @@ class RunningMeans:
         self._weights: dict[str, Tensor] = {}
 
     def add(self, values: Mapping[str, Any], weight: Any = 1.0) -> None:
-        """Add one observation of each of ``values`` with a common ``weight`` (a token count, say)."""
+        """Add one observation of each of ``values`` with a common ``weight`` (a token count, say).
+
+        NaN says that there was nothing to observe, and counts as no observation.
+        """
         for name, value in values.items():
             number = torch.as_tensor(value).detach().float()
             amount = torch.as_tensor(weight, device=number.device).detach().float()
-            self._sums[name] = self._sums.get(name, 0.0) + number * amount
+            amount = torch.where(number.isnan(), torch.zeros_like(amount), amount)
+            self._sums[name] = self._sums.get(name, 0.0) + number.nan_to_num(nan=0.0) * amount
             self._weights[name] = self._weights.get(name, 0.0) + amount
 
     def pop(self, reduce: Reduce = lambda totals: totals) -> dict[str, float]:
-        """The means so far, and start anew.
+        """The means so far, and start anew. What was never observed is left out.
 
         Args:
             reduce: sums a tensor over all processes.
@@ -41,7 +45,7 @@ class RunningMeans:
         totals = reduce(torch.stack(pairs)).tolist()
         self._sums.clear()
         self._weights.clear()
-        return {name: total / weight for name, (total, weight) in zip(names, totals, strict=True)}
+        return {name: total / weight for name, (total, weight) in zip(names, totals, strict=True) if weight}
 
 
 class PhaseClock:

@@ -209,10 +209,10 @@ def rollout_metrics(
 
 
 def source_metrics(by_source: dict[str, Tensor], prefix: str = "rewards") -> dict[str, Any]:
-    """Mean and spread of each reward source over the rows that it scored."""
+    """Mean and spread of each reward source over the rows that it scored; NaN if it scored none."""
     metrics: dict[str, Any] = {}
     for name, values in by_source.items():
-        known = values[~values.isnan()]
-        metrics[f"{prefix}/{name}/mean"] = known.mean()
-        metrics[f"{prefix}/{name}/std"] = known.std(correction=0)
+        mean = values.nanmean()
+        metrics[f"{prefix}/{name}/mean"] = mean
+        metrics[f"{prefix}/{name}/std"] = (values - mean).square().nanmean().sqrt()
     return metrics

@@ -33,6 +33,7 @@ from .display import completions_table, print_table
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, policy_statistics
 from .masking import Reduce
 from .metrics import PhaseClock, RunningMeans
+from .reward_models import ModelReward, RewardSource, reward_functions
 from .roles import Role
 from .rollout import (
     build_experience,
@@ -43,7 +44,7 @@ from .rollout import (
     seeded,
     source_metrics,
 )
-from .scorers import Responses, RewardFunction, Scorer, read_responses
+from .scorers import Responses, Scorer, read_responses
 from .setup import (
     check_enough_prompts,
     check_lengths,
@@ -67,11 +68,13 @@ class PPOTrainer(Trainer):
 
     Args:
         model: a model id or folder, a causal language model without adapters, or a :class:`SharedBase`.
-        reward_funcs: one or several functions ``f(prompts, completions, completion_ids, **columns)``.
+        reward_funcs: one or several functions ``f(prompts, completions, completion_ids, **columns)``, or
+            sequence-classification models with one output, by name or loaded.
         args: the configuration.
         train_dataset: TRL's prompt-only format, text or messages.
         eval_dataset: the same, or a dict of such, for :meth:`evaluate`.
         processing_class: the tokenizer; the model's own if None.
+        reward_processing_classes: tokenizers of the reward models among ``reward_funcs``; their own if None.
         callbacks, optimizers: as for ``Trainer``.
         peft_config: of fresh adapters.
         quantization_config: for a model given by name.
@@ -89,15 +92,16 @@ class PPOTrainer(Trainer):
     def __init__(
         self,
         model: str | PreTrainedModel | SharedBase,
-        reward_funcs: RewardFunction | list[RewardFunction] | None = None,
+        reward_funcs: RewardSource | list[RewardSource] | None = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
-        peft_config: LoraConfig | None = None,
         quantization_config: Any = None,
+        peft_config: LoraConfig | None = None,
         policy_adapter: AdapterLike | None = None,
         reference_adapter: AdapterLike | None = None,
         value_adapter: AdapterLike | None = None,
@@ -116,7 +120,7 @@ class PPOTrainer(Trainer):
         if args.bf16:
             self.base.compute_dtype = torch.bfloat16
         tokenizer = tokenizer_for(processing_class, model, self.base, args)
-        functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
+        functions = reward_functions(reward_funcs, reward_processing_classes, args)
         self.scorer = Scorer(self.base, functions, args.reward_weights, args.local_rollout_forward_batch_size)
         self.stop_token_ids = stop_token_ids(tokenizer, self.base, args)
         self._tokenizer = tokenizer
@@ -141,6 +145,9 @@ class PPOTrainer(Trainer):
             callbacks=[IterationEndCallback(args.steps_per_iteration), *(callbacks or [])],
             optimizers=optimizers,
         )
+        for function in functions:
+            if isinstance(function, ModelReward):
+                function.to(self.accelerator.device)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(self._progress)
 
@@ -191,7 +198,8 @@ class PPOTrainer(Trainer):
         Raises:
             FloatingPointError: the loss or a gradient is not finite; the weights are as before the step.
         """
-        self.optimizer_train_mode()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # schedule-free optimizers have a mode
         tokens = inputs.response_mask.sum()
         # DDP averages the gradients of the processes; their sum over the common token count is wanted.
         share = tokens / (num_items_in_batch or tokens) * self.accelerator.num_processes
@@ -236,11 +244,6 @@ class PPOTrainer(Trainer):
         self.accelerator.backward(self.args.vf_coef * loss * share)
         self._means.add({"loss/value_avg": loss, "val/clipfrac_avg": clip_fraction}, weight=tokens)
         return loss.detach(), values.detach()
-
-    def optimizer_train_mode(self) -> None:
-        """Schedule-free optimizers have a training mode."""
-        if callable(getattr(self.optimizer, "train", None)):
-            self.optimizer.train()
 
     def _stop_if_not_finite(self) -> None:
         """Look at the step's gradients before they are used; one wait for the device a step."""
@@ -306,13 +309,14 @@ class PPOTrainer(Trainer):
 
     def _evaluate_prompts(self, dataset: PromptDataset, prefix: str) -> dict[str, float]:
         means, started = RunningMeans(), time.perf_counter()
-        mine = range(self.args.process_index, len(dataset), self.args.world_size)
+        rows = range(self.args.process_index, len(dataset), self.args.world_size)
         size = self.args.local_rollout_forward_batch_size
-        for first in range(0, len(mine), size):
-            prompts = dataset.batch(mine[first : first + size])
+        # A process without rows takes one that counts nothing: all of them have to meet in the sums below.
+        for first in range(0, max(len(rows), 1), size):
+            prompts = dataset.batch(rows[first : first + size] or [0])
             rollout = self._sampled(prompts, _EVALUATIONS, first)
             responses, experience, metrics = self._scored(prompts, rollout)
-            means.add(metrics, weight=float(len(prompts)))
+            means.add(metrics, weight=float(len(rows[first : first + size])))
             if first == 0 and self.args.log_completions:
                 self._print_completions(responses, experience.scores, f"Evaluation at step {self.state.global_step}")
         seen = {f"{prefix}_{name}": value for name, value in means.pop(self._sum_over_processes).items()}

@@ -243,3 +243,8 @@ def test_configurations_lie_where_the_quickstart_writes(name: str) -> None:
     root = quickstart.parse_arguments([]).output_dir
     assert config["output_dir"] == str(root / name)
     assert config["model_name_or_path"] == str(root / "base" / "nf4")
+
+
+@pytest.mark.parametrize("name", ["trl", "accelerate"])
+def test_programs_of_this_environment_are_found(name: str) -> None:
+    assert Path(quickstart_stages.program(name)).is_file()

@@ -1,0 +1,106 @@
+"""Reward models that are models of their own: a reward function around a sequence-classification model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from .config import PPOConfig
+from .scorers import RewardFunction
+
+RewardSource = RewardFunction | str | PreTrainedModel
+
+
+class ModelReward:
+    """Scores prompt and completion, as text, with a model that has one output.
+
+    Args:
+        model: a sequence-classification model.
+        tokenizer: the model's own; texts are padded on the right.
+        batch_size: rows per pass.
+
+    Raises:
+        ValueError: the model has more than one output, or the tokenizer no pad token for batches.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int):
+        name = model.config.name_or_path or type(model).__name__
+        if model.config.num_labels != 1:
+            raise ValueError(f"The reward model {name} has {model.config.num_labels} outputs; expected num_labels=1.")
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token is None:
+            raise ValueError(f"The tokenizer of the reward model {name} has neither a pad nor an EOS token.")
+        model.config.pad_token_id = tokenizer.pad_token_id
+        self.__name__ = str(name).rstrip("/").split("/")[-1]
+        self._model = model.eval().requires_grad_(False)
+        self._tokenizer, self._batch_size = tokenizer, batch_size
+
+    def to(self, device: torch.device) -> None:
+        """Move the model, unless it is quantized and so placed already."""
+        if getattr(self._model, "quantization_method", None) is None:
+            self._model.to(device)
+
+    @torch.no_grad()
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **kwargs: Any) -> list[float]:
+        """One score for each completion."""
+        texts = [self._text(prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
+        scores: list[float] = []
+        for first in range(0, len(texts), self._batch_size):
+            batch = self._tokenizer(
+                texts[first : first + self._batch_size],
+                padding=True,
+                padding_side="right",
+                add_special_tokens=isinstance(prompts[0], str),
+                return_tensors="pt",
+            ).to(self._model.device)
+            scores += self._model(**batch).logits[:, 0].float().tolist()
+        return scores
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt + completion
+        return str(self._tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
+
+
+def reward_functions(given: Any, tokenizers: Any, config: PPOConfig) -> list[RewardFunction]:
+    """The reward functions, with models made into functions.
+
+    Args:
+        given: one or several functions, model names or models; None for none.
+        tokenizers: one for each of them, or None; those of functions are not used.
+        config: how models are loaded and how many rows go through at once.
+
+    Raises:
+        ValueError: another number of tokenizers than of reward functions.
+    """
+    sources = [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+    classes = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(sources)
+    if len(classes) != len(sources):
+        raise ValueError(
+            f"reward_processing_classes has {len(classes)} entries; expected {len(sources)}, one for each of "
+            "reward_funcs (None for functions)."
+        )
+    return [_function(source, tokenizer, config) for source, tokenizer in zip(sources, classes, strict=True)]
+
+
+def _function(source: Any, tokenizer: Any, config: PPOConfig) -> RewardFunction:
+    if isinstance(source, str):
+        source = AutoModelForSequenceClassification.from_pretrained(
+            source, num_labels=1, trust_remote_code=config.trust_remote_code
+        )
+    if not isinstance(source, PreTrainedModel):
+        return source
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.config.name_or_path, trust_remote_code=config.trust_remote_code
+        )
+    return ModelReward(source, tokenizer, config.local_rollout_forward_batch_size)
