@@ -1,8 +1,9 @@
 """PPO for language models on one shared, quantized base with a LoRA adapter per role."""
 
-from .adapters import Adapter, AdapterSource, ScalarHead, read_adapter
+from .adapters import Adapter, AdapterSource, read_adapter
 from .advantages import generalized_advantage_estimation
 from .config import PPOConfig
+from .heads import ScalarHead
 from .logprobs import token_logprobs
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus
 from .masking import masked_mean, masked_var, masked_whiten

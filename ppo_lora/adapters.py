@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import hf_hub_download
 from peft import LoraConfig, PeftConfig
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
+
+from .heads import ScalarHead
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -65,25 +66,6 @@ class AdapterSource:
 
     def __str__(self) -> str:
         return self.location + (f"@{self.revision}" if self.revision else "")
-
-
-class ScalarHead(nn.Module):
-    """One number from each hidden state: a linear map to one output, in float32 whatever the base's dtype."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach().float().clone())
-        self.bias = None if bias is None else nn.Parameter(bias.detach().float().clone())
-
-    @classmethod
-    def zeros(cls, hidden_size: int) -> ScalarHead:
-        """The head that says 0 everywhere."""
-        return cls(torch.zeros(1, hidden_size))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] of any float dtype to [...] float32."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return nn.functional.linear(hidden.float(), self.weight, self.bias).squeeze(-1)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from .adapters import Adapter, role_config
@@ -96,3 +101,37 @@ def neutral_generation_config(model: PreTrainedModel) -> GenerationConfig:
     return GenerationConfig(
         bos_token_id=given.bos_token_id, eos_token_id=given.eos_token_id, pad_token_id=given.pad_token_id
     )
+
+
+def enable_checkpointing(
+    model: PreTrainedModel,
+    given: Mapping[str, Any],
+    contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
+    **options: Any,
+) -> list[nn.Module]:
+    """Let the model recompute activations in backward, and return the layers that will.
+
+    Args:
+        model: the base.
+        given: the user's keyword arguments for torch's checkpoint.
+        contexts: makes the contexts of a forward and of its recomputation.
+        options: further ones of transformers (``every_n_layers``, ``offload``).
+
+    Raises:
+        ValueError: for ``use_reentrant=True``, or an architecture without checkpointed layers.
+    """
+    if given.get("use_reentrant", False):
+        raise ValueError(
+            "gradient_checkpointing_kwargs has use_reentrant=True; ppo_lora needs use_reentrant=False, because only "
+            "then can the recomputation know which role a forward had."
+        )
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layers that transformers can checkpoint; set gradient_checkpointing=False."
+        )
+    own = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({**given, **own}, **options)
+    model.disable_input_require_grads()
+    return layers

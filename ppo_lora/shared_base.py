@@ -13,14 +13,15 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .adapters import Adapter, AdapterSource, ScalarHead, read_adapter
+from .adapters import Adapter, AdapterSource, read_adapter
+from .heads import OutputHead, ScalarHead
 from .logprobs import token_logprobs
 from .masking import last_true_index, position_ids
 from .preparation import (
     check_base,
     check_head_untouched,
+    enable_checkpointing,
     fresh_config,
     neutral_generation_config,
     remove_dropout,
@@ -76,6 +77,7 @@ class SharedBase(nn.Module):
         self.reward_head: ScalarHead | None = None
         self._add_roles(policy, reference, value, reward, fresh_config(peft_config, model))
         check_head_untouched(model)
+        self._output_head = OutputHead(model)
         self._freeze()
         self.adapters.activate(Role.POLICY)
         self.eval()
@@ -199,10 +201,10 @@ class SharedBase(nn.Module):
         with self._precision():
             logprobs, entropy = token_logprobs(
                 states,
-                self._logits,
+                self._output_head,
                 tokens,
                 temperature,
-                vocab_size=self.config.get_text_config().vocab_size,
+                vocab_size=self._output_head.vocab_size,
                 entropy_gradient=entropy_gradient,
             )
         return _scattered(logprobs, mask), _scattered(entropy, mask)
@@ -337,30 +339,9 @@ class SharedBase(nn.Module):
         Raises:
             ValueError: for ``use_reentrant=True``, or an architecture without checkpointed layers.
         """
-        kwargs = dict(activation_checkpointing_kwargs or {})
-        if kwargs.pop("use_reentrant", False):
-            raise ValueError(
-                "gradient_checkpointing_kwargs has use_reentrant=True; ppo_lora needs use_reentrant=False, because "
-                "only then can the recomputation know which role a forward had."
-            )
-        layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        if not layers:
-            raise ValueError(
-                f"{type(self.model).__name__} has no layers that transformers can checkpoint; "
-                "set gradient_checkpointing=False."
-            )
-        kwargs = {
-            **kwargs,
-            "use_reentrant": False,
-            "preserve_rng_state": False,
-            "context_fn": self._recompute_contexts,
-        }
-        enable = getattr(self.model, "activation_checkpointing_enable", None)
-        if enable is None:
-            enable = self.model.gradient_checkpointing_enable
-        enable(kwargs, **options)
-        self.model.disable_input_require_grads()
-        self._checkpointed = layers
+        self._checkpointed = enable_checkpointing(
+            self.model, activation_checkpointing_kwargs or {}, self._recompute_contexts, **options
+        )
 
     gradient_checkpointing_enable = activation_checkpointing_enable
 
@@ -448,26 +429,12 @@ class SharedBase(nn.Module):
         mask = attention_mask[:, -response_length:].bool()
         return hidden[:, -response_length - 1 : -1][mask], mask
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """The output head with what some architectures do to its logits; checked once against the whole model."""
-        head = self.model.get_output_embeddings()
-        config = self.config.get_text_config()
-        logits = head(hidden.to(head.weight.dtype))
-        logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
-        cap = getattr(config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * torch.tanh(logits / cap)
-
     @torch.no_grad()
     def _check_logits(self) -> None:
         ids = torch.tensor([[0, 1, 2]], device=self.device)
         with self._precision():
-            whole = self.model(ids, use_cache=False).logits.float()
-            ours = self._logits(self._hidden_states(Role.POLICY, ids, torch.ones_like(ids))).float()
-        if not torch.allclose(whole, ours, rtol=1e-2, atol=1e-2):
-            raise ValueError(
-                f"{type(self.model).__name__} changes its logits in a way that ppo_lora does not know, so its "
-                "log-probabilities would be wrong. Please report the architecture."
-            )
+            whole = self.model(ids, use_cache=False).logits
+            self._output_head.check(self._hidden_states(Role.POLICY, ids, torch.ones_like(ids)), whole)
 
     @property
     def _hidden_size(self) -> int:

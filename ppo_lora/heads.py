@@ -1,0 +1,62 @@
+"""What turns hidden states into numbers: the base's output head, and scalar heads for value and reward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+class ScalarHead(nn.Module):
+    """One number from each hidden state: a linear map to one output, in float32 whatever the base's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().float().clone())
+        self.bias = None if bias is None else nn.Parameter(bias.detach().float().clone())
+
+    @classmethod
+    def zeros(cls, hidden_size: int) -> ScalarHead:
+        """The head that says 0 everywhere."""
+        return cls(torch.zeros(1, hidden_size))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] of any float dtype to [...] float32."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return nn.functional.linear(hidden.float(), self.weight, self.bias).squeeze(-1)
+
+
+class OutputHead:
+    """The base's output head, with what some architectures do to its logits afterwards.
+
+    Args:
+        model: the causal language model, whose head stays frozen.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        config = model.config.get_text_config()
+        self._name = type(model).__name__
+        self._linear = model.get_output_embeddings()
+        self._scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+        self._cap = getattr(config, "final_logit_softcapping", None)
+        self.vocab_size = int(config.vocab_size)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[..., H] to logits [..., V], each row independently of the others."""
+        weight = self._linear.weight
+        logits: Tensor = self._linear(hidden.to(weight.dtype) if weight.is_floating_point() else hidden)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+    def check(self, hidden: Tensor, logits: Tensor) -> None:
+        """Compare with the whole model's logits for the same hidden states.
+
+        Raises:
+            ValueError: they differ, so log-probabilities would be wrong.
+        """
+        if not torch.allclose(self(hidden).float(), logits.float(), rtol=1e-2, atol=1e-2):
+            raise ValueError(
+                f"{self._name} changes its logits in a way that ppo_lora does not know, so its log-probabilities "
+                "would be wrong. Please report the architecture."
+            )
