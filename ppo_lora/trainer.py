@@ -27,24 +27,15 @@ from transformers import (
 from .adapters import read_adapter, write_adapter, write_manifest
 from .callbacks import IterationEndCallback, PhaseProgressCallback
 from .card import write_card
+from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset, iteration_rows
 from .display import completions_table, print_table
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, policy_statistics
-from .masking import Reduce
 from .metrics import PhaseClock, RunningMeans
 from .reward_models import ModelReward, RewardSource, reward_functions
 from .roles import Role
-from .rollout import (
-    build_experience,
-    final_scores,
-    rollout_metrics,
-    sample,
-    score_tokens,
-    seeded,
-    source_metrics,
-)
-from .scorers import Responses, Scorer, read_responses
+from .scorers import Scorer
 from .setup import (
     check_enough_prompts,
     check_lengths,
@@ -56,7 +47,7 @@ from .setup import (
 )
 from .shared_base import AdapterLike, SharedBase
 from .stream import ExperienceStream
-from .types import Experience, Prompts, Rollout
+from .types import Experience, Prompts
 
 VALUE_FOLDER = "value"
 _ROLLOUTS, _EVALUATIONS = 1, 3
@@ -122,8 +113,10 @@ class PPOTrainer(Trainer):
         tokenizer = tokenizer_for(processing_class, model, self.base, args)
         functions = reward_functions(reward_funcs, reward_processing_classes, args)
         self.scorer = Scorer(self.base, functions, args.reward_weights, args.local_rollout_forward_batch_size)
-        self.stop_token_ids = stop_token_ids(tokenizer, self.base, args)
         self._tokenizer = tokenizer
+        self._collector = Collector(
+            self.base, self.scorer, tokenizer, stop_token_ids(tokenizer, self.base, args), args
+        )
         self._train_prompts = self._prompts(train_dataset, "train_dataset", args)
         self._eval_prompts = self._all_eval_prompts(eval_dataset, args)
         check_enough_prompts(self._train_prompts, args)
@@ -132,8 +125,7 @@ class PPOTrainer(Trainer):
         self._progress = PhaseProgressCallback()
         self._means = RunningMeans()
         self._clock = PhaseClock()
-        self._tokens_collected = 0
-        self._samples: tuple[Responses, Tensor] | None = None
+        self._scored: ScoredRollout | None = None
         self._watched: list[tuple[Experience, Tensor, Tensor]] = []
         self.kl_coef = args.kl_coef
         super().__init__(
@@ -169,14 +161,12 @@ class PPOTrainer(Trainer):
         self._close_iteration()
         prompts = self._iteration_prompts(iteration)
         self._enter("sampling")
-        rollout = self._sampled(prompts, _ROLLOUTS, iteration)
+        rollout = self._collector.sample(prompts, _ROLLOUTS, iteration)
         self._enter("scoring")
-        responses, experience, metrics = self._scored(prompts, rollout, self._sum_over_processes)
-        self._means.add(metrics)
-        self._samples = (responses, experience.scores)
-        self._tokens_collected = int(rollout.attention_mask.sum())
+        self._scored = self._collector.score(prompts, rollout, self.kl_coef, self._sum_over_processes, self.state)
+        self._means.add(self._scored.metrics)
         self._enter("updating")
-        return experience
+        return self._scored.experience
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Experience], num_batches: int, device: torch.device
@@ -314,11 +304,11 @@ class PPOTrainer(Trainer):
         # A process without rows takes one that counts nothing: all of them have to meet in the sums below.
         for first in range(0, max(len(rows), 1), size):
             prompts = dataset.batch(rows[first : first + size] or [0])
-            rollout = self._sampled(prompts, _EVALUATIONS, first)
-            responses, experience, metrics = self._scored(prompts, rollout)
-            means.add(metrics, weight=float(len(rows[first : first + size])))
+            rollout = self._collector.sample(prompts, _EVALUATIONS, first)
+            scored = self._collector.score(prompts, rollout, self.kl_coef, trainer_state=self.state)
+            means.add(scored.metrics, weight=float(len(rows[first : first + size])))
             if first == 0 and self.args.log_completions:
-                self._print_completions(responses, experience.scores, f"Evaluation at step {self.state.global_step}")
+                self._print_completions(scored, f"Evaluation at step {self.state.global_step}")
         seen = {f"{prefix}_{name}": value for name, value in means.pop(self._sum_over_processes).items()}
         return seen | {f"{prefix}_runtime": time.perf_counter() - started}
 
@@ -332,8 +322,8 @@ class PPOTrainer(Trainer):
             logs["lr"] = logs["learning_rate"]
             logs["objective/kl_coef"] = self.kl_coef
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
-            if self.args.log_completions and self._samples is not None:
-                self._print_completions(*self._samples, f"Step {self.state.global_step}")
+            if self.args.log_completions and self._scored is not None:
+                self._print_completions(self._scored, f"Step {self.state.global_step}")
         super().log(logs, start_time)
 
     def _enter(self, phase: str) -> None:
@@ -346,17 +336,15 @@ class PPOTrainer(Trainer):
         if seconds:
             total = sum(seconds.values())
             self._means.add({f"time/{phase}": value for phase, value in seconds.items()})
-            self._means.add({"time/iteration": total, "time/tokens_per_second": self._tokens_collected / total})
+            tokens = int(self._scored.experience.attention_mask.sum()) if self._scored else 0
+            self._means.add({"time/iteration": total, "time/tokens_per_second": tokens / total})
 
-    def _print_completions(self, responses: Responses, scores: Tensor, title: str) -> None:
+    def _print_completions(self, scored: ScoredRollout, title: str) -> None:
         if not self.is_world_process_zero():
             return
         rows = slice(self.args.num_completions_to_print)
-        print_table(
-            completions_table(
-                responses.prompts[rows], responses.completions[rows], {"score": scores[rows].tolist()}, title
-            )
-        )
+        seen, scores = scored.responses, {"score": scored.experience.scores[rows].tolist()}
+        print_table(completions_table(seen.prompts[rows], seen.completions[rows], scores, title))
 
     def _sum_over_processes(self, totals: Tensor) -> Tensor:
         summed: Tensor = self.accelerator.reduce(totals.to(self.accelerator.device), reduction="sum")
@@ -434,22 +422,6 @@ class PPOTrainer(Trainer):
         rows = iteration_rows(iteration, args.batch_size, len(self._train_prompts), args.seed)
         start = args.process_index * args.local_batch_size
         return self._train_prompts.batch(rows[start : start + args.local_batch_size])
-
-    def _sampled(self, prompts: Prompts, stream: int, number: int) -> Rollout:
-        with seeded(self.args.seed, stream, number, self.args.process_index):
-            return sample(self.base, prompts, self.args, self.stop_token_ids, self._tokenizer.pad_token_id)
-
-    def _scored(
-        self, prompts: Prompts, rollout: Rollout, reduce: Reduce | None = None
-    ) -> tuple[Responses, Experience, dict[str, Tensor]]:
-        """What the scorers saw, what training needs, and what is logged of a rollout."""
-        responses = read_responses(prompts, rollout, self._tokenizer)
-        scores, by_source = self.scorer(responses, trainer_state=self.state)
-        tokens = score_tokens(self.base, rollout, self.args)
-        scores = final_scores(scores, rollout, self.args)
-        experience = build_experience(rollout, tokens, scores, self.kl_coef, self.args, reduce)
-        metrics = rollout_metrics(experience, tokens, rollout, self.kl_coef, self.args)
-        return responses, experience, metrics | source_metrics(by_source)
 
 
 def _memory() -> dict[str, float]:
