@@ -58,8 +58,8 @@ class PromptDataset:
         if self.overlong_count and overlong == "drop":
             tokenized = tokenized.select(fitting)
         self._rows = tokenized
-        self.longest = min(max(lengths), max_length or max(lengths))
         self._report(name, overlong, len(lengths))
+        self.longest = min(max(map(len, tokenized[_IDS])), max_length or max(lengths))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -153,7 +153,10 @@ def _check_dataset(dataset: Any, tokenizer: PreTrainedTokenizerBase, name: str) 
 
 
 def _tokenize(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    ids = _text_ids(prompt, tokenizer) if isinstance(prompt, str) else _chat_ids(prompt, tokenizer)
+    if isinstance(prompt, str):
+        ids = _text_ids(prompt, tokenizer)
+    else:
+        ids = _chat_ids(prompt, tokenizer) if prompt else []
     if not ids:
         raise ValueError(f"The prompt {prompt!r} has no tokens; every prompt needs at least one (a BOS token, say).")
     return ids

@@ -124,4 +124,5 @@ def _logprob_slope(log_softmax: Tensor, tokens: Tensor, temperature: float) -> T
 
 def _entropy_slope(log_softmax: Tensor, entropy: Tensor, temperature: float) -> Tensor:
     """d H / d logits = -p * (log p + H) / temperature, [n, V]."""
-    return (log_softmax.exp() * (log_softmax + entropy[:, None])).div_(-temperature)
+    probabilities = log_softmax.exp()
+    return (torch.special.entr(probabilities) - probabilities * entropy[:, None]).div_(temperature)

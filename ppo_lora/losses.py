@@ -49,6 +49,7 @@ def clipped_value_loss(
     Returns:
         ``(loss, clip_fraction)``, scalars.
     """
+    values, old_values, returns = (torch.where(mask, x, torch.zeros_like(x)) for x in (values, old_values, returns))
     clipped = torch.clamp(values, old_values - cliprange_value, old_values + cliprange_value)
     error, clipped_error = (values - returns).square(), (clipped - returns).square()
     clip_fraction = masked_mean((clipped_error > error).to(values.dtype), mask)

@@ -94,7 +94,7 @@ def last_true_index(mask: Tensor) -> Tensor:
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions that count real tokens only, so that left padding does not move a token. 0 at padding.
+    """Positions that count real tokens only, so that left padding does not move a token. At padding: any.
 
     Args:
         attention_mask: [B, N] bool or 0/1.

@@ -148,7 +148,12 @@ def _name(function: RewardFunction) -> str:
 
 def _distinct(names: list[str]) -> list[str]:
     """Number the names that occur more than once, so that metrics do not overwrite each other."""
-    return [name if names.count(name) == 1 else f"{name}_{names[:i].count(name)}" for i, name in enumerate(names)]
+    distinct: list[str] = []
+    for name in names:
+        numbered = [f"{name}_{i}" for i in range(2 * len(names))]
+        candidates = [name] if names.count(name) == 1 else [other for other in numbered if other not in names]
+        distinct.append(next(other for other in candidates if other not in distinct))
+    return distinct
 
 
 def _call(function: RewardFunction, responses: Responses, context: dict[str, Any]) -> Tensor:
@@ -184,7 +189,7 @@ def _run(awaitable: Any) -> Any:
 
 def _checked(name: str, result: Any, responses: Responses) -> Tensor:
     rows = len(responses.prompts)
-    if isinstance(result, Tensor):
+    if hasattr(result, "tolist"):
         result = result.tolist()
     if not isinstance(result, (list, tuple)) or len(result) != rows:
         given = f"{len(result)} values" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"
@@ -202,8 +207,8 @@ def _number(name: str, value: Any, row: int, responses: Responses) -> float:
     if value is None:
         return math.nan
     try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, str) else torch.tensor(float(value), dtype=torch.float32).item()
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
