@@ -4,6 +4,7 @@ import io
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -248,3 +249,19 @@ def test_configurations_lie_where_the_quickstart_writes(name: str) -> None:
 @pytest.mark.parametrize("name", ["trl", "accelerate"])
 def test_programs_of_this_environment_are_found(name: str) -> None:
     assert Path(quickstart_stages.program(name)).is_file()
+
+
+@pytest.mark.parametrize(("gold_after", "code"), [(0.9, 0), (0.5, 1), (0.4, 1)])
+def test_exit_code_says_whether_ppo_raised_the_gold_score(
+    gold_after: float,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reviews: quickstart_evaluation.Reviews,
+) -> None:
+    before, after = (replace(reviews, golds=[gold]) for gold in (0.5, gold_after))
+    for stage in ("make_base_and_data", "train_adapters", "run_ppo", "show"):
+        monkeypatch.setattr(quickstart, stage, lambda *_: None)
+    monkeypatch.setattr(quickstart, "quiet_environment", lambda _: {})
+    monkeypatch.setattr(quickstart, "compare", lambda *_: (before, after))
+    assert quickstart.main(["--output_dir", str(tmp_path)]) == code
