@@ -18,6 +18,9 @@ from .adapters import Adapter, role_config
 _ZERO_AT_START = (True, "gaussian")
 """`init_lora_weights` that make B = 0 and leave the base's weights alone."""
 
+_LEAVES_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""`init_lora_weights` after which a saved adapter stands on the base as it was published."""
+
 
 def default_peft_config() -> LoraConfig:
     """LoRA of rank 16 on every linear layer but the output head."""
@@ -46,11 +49,31 @@ def fresh_config(peft_config: LoraConfig | None, model: PreTrainedModel) -> Lora
             f"init_lora_weights is {config.init_lora_weights!r}, which starts away from the base or rewrites its "
             "weights; four roles share them. Use True or 'gaussian'."
         )
+    check_lora_config(config, "peft_config")
     if config.target_modules is None:
         config = LoraConfig(**{**config.to_dict(), "target_modules": "all-linear"})
     config = role_config(config)
     config.fan_in_fan_out = any(isinstance(module, Conv1D) for module in model.modules())
     return config
+
+
+def check_lora_config(config: LoraConfig, what: str) -> None:
+    """Refuse adapters that change parameters which all roles share.
+
+    Args:
+        config: of the adapter.
+        what: names it in the message.
+    """
+    for option, fine, why in (
+        ("init_lora_weights", config.init_lora_weights in _LEAVES_THE_BASE, "it rewrites the base's weights"),
+        ("bias", config.bias == "none", "it trains the base's own biases"),
+        ("trainable_token_indices", not config.trainable_token_indices, "it changes the embeddings"),
+    ):
+        if not fine:
+            raise ValueError(
+                f"The {what} has {option}={getattr(config, option)!r}: {why}, and four roles share them. Use an "
+                "adapter without it, or one that was converted to plain LoRA."
+            )
 
 
 def check_head_untouched(model: PreTrainedModel) -> None:

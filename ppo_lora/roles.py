@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .adapters import Adapter, role_config
-from .preparation import check_tensors
+from .preparation import check_lora_config, check_tensors
 
 
 class Role(str, Enum):
@@ -55,6 +55,9 @@ class RoleAdapters:
             ValueError: it does not fit the base.
         """
         config = role_config(start.config if isinstance(start, Adapter) else start)
+        if isinstance(start, Adapter):
+            check_lora_config(config, f"{role.value} adapter {start.source or ''}".strip())
+            config.init_lora_weights = True  # the tensors take its place
         config.base_model_name_or_path = self._model.config.name_or_path or config.base_model_name_or_path
         self.sources[role] = start.source if isinstance(start, Adapter) else None
         try:

@@ -103,6 +103,7 @@ class SharedBase(nn.Module):
             quantization_config: a ``BitsAndBytesConfig`` for an 8-bit or 4-bit base.
             model_kwargs: for ``AutoModelForCausalLM.from_pretrained``.
         """
+        _check_words({"policy": policy, "reference": reference, "reward": reward})
         adapters = {"policy": policy, "reference": reference, "value": value, "reward": reward}
         loaded = {role: _read(source) for role, source in adapters.items()}
         if quantization_config is not None:
@@ -292,10 +293,16 @@ class SharedBase(nn.Module):
             ValueError: names or shapes differ from the role's, or the head is missing.
         """
         role = self._known(role)
-        self.adapters.load(role, adapter)
         head = self._head(role)
-        if head is not None:
-            head.load_state_dict(adapter.scalar_head(self._hidden_size).state_dict())
+        given = None if head is None else adapter.scalar_head(self._hidden_size)
+        if head is not None and given is not None and (head.bias is None) != (given.bias is None):
+            raise ValueError(
+                f"The head of {adapter.source or 'the adapter'} has {'no' if given.bias is None else 'a'} bias, the "
+                f"{role.value} role's head has {'no' if head.bias is None else 'a'} bias; they have to agree."
+            )
+        self.adapters.load(role, adapter)
+        if head is not None and given is not None:
+            head.load_state_dict(given.state_dict())
 
     def _head(self, role: Role) -> ScalarHead | None:
         return {Role.VALUE: self.value_head, Role.REWARD: self.reward_head}.get(role)
@@ -343,7 +350,11 @@ class SharedBase(nn.Module):
             self.model, activation_checkpointing_kwargs or {}, self._recompute_contexts, **options
         )
 
-    gradient_checkpointing_enable = activation_checkpointing_enable
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """The name of :meth:`activation_checkpointing_enable` in transformers before 5.2x."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     # Building
 
@@ -355,6 +366,7 @@ class SharedBase(nn.Module):
         reward: AdapterLike | None,
         config: LoraConfig,
     ) -> None:
+        _check_words({"policy": policy, "reference": reference, "reward": reward})
         start, scorer = _read(policy), _read(reward)
         self.adapters.add(Role.POLICY, start or config)
         self._add_reference(_read(reference), starts_at_base=start is None and not config.use_dora)
@@ -439,6 +451,12 @@ class SharedBase(nn.Module):
     @property
     def _hidden_size(self) -> int:
         return int(self.config.get_text_config().hidden_size)
+
+
+def _check_words(given: dict[str, AdapterLike | None]) -> None:
+    for role, source in given.items():
+        if source in (SHARED, SEPARATE):
+            raise ValueError(f"The {role} adapter is {source!r}, which only the value adapter can be; give a folder.")
 
 
 def _read(source: AdapterLike | None) -> Any:

@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     root = options.output_dir.resolve()
     os.environ.update(quiet_environment(root))
     sizes = SHORT if options.short else FULL
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    warnings.simplefilter("ignore", FutureWarning)  # what libraries will rename is no news for the reader
     console = Console()
     stages = Stages(console, root / "logs")
     make_base_and_data(stages, root, sizes, options.seed)

@@ -19,7 +19,6 @@ from bases import (
     full_base,
     lora_config,
     make_base,
-    model_folder,
     plain_model,
     policy_adapter,
     reward_adapter,
@@ -111,7 +110,6 @@ def test_a_written_adapter_names_its_base_for_autopeft(tmp_path, policy):
     randomize(base.trainable_parameters()[Role.POLICY], scale=0.1)
     for role in ("policy", "value"):
         write_adapter(tmp_path / role, base.adapter(role))
-        shutil.copy(f"{model_folder()}/config.json", tmp_path / role / "config.json")
     ids, mask = _unpadded()
     model = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "policy")).eval()
     with torch.no_grad():

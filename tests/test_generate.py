@@ -63,11 +63,13 @@ def test_the_cache_is_used_though_layers_are_checkpointed(architecture, kind):
     base.activation_checkpointing_enable()
     base.train()
     ids, mask = _prompts()
+    expected = base.generate(ids, mask, max_new_tokens=T, eos_token_id=None)
     pending = base.logprobs("policy", *padded_batch(4, P, T), T)
     widths = []
     base.model.get_input_embeddings().register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
-    base.generate(ids, mask, min_new_tokens=T, max_new_tokens=T)
+    given = base.generate(ids, mask, max_new_tokens=T, eos_token_id=None)
     assert widths == [P] + [1] * (T - 1)
+    assert torch.equal(given, expected)
     pending.sum().backward()
     assert all(p.grad is not None for p in base.trainable_parameters()[Role.POLICY])
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from bases import (
     ALL_KINDS,
@@ -128,6 +129,8 @@ def test_entropy_has_a_gradient_only_when_asked():
 @pytest.mark.parametrize("kind", ALL_KINDS)
 @pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}], ids=["every layer", "every second"])
 def test_checkpointing_changes_no_gradient(kind, options):
+    if options and not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        pytest.skip("this transformers checkpoints all layers or none")
     base = full_base(kind=kind)
     ids, mask = padded_batch()
     expected = _separate_gradients(base, ids, mask)

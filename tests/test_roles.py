@@ -170,8 +170,11 @@ def test_training_changes_policy_and_value_and_nothing_else(kind, value):
 def test_reference_and_reward_have_no_graph_even_with_gradients_on():
     base = full_base()
     ids, mask = padded_batch()
-    assert not base.logprobs("reference", ids, mask, T).requires_grad
-    assert not base.scores(ids, mask).requires_grad
+    for checkpointing in (False, True):
+        if checkpointing:
+            base.activation_checkpointing_enable()
+        assert not base.logprobs("reference", ids, mask, T).requires_grad
+        assert not base.scores(ids, mask).requires_grad
 
 
 # Switching
