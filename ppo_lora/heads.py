@@ -53,8 +53,14 @@ class OutputHead:
         """Compare with the whole model's logits for the same hidden states.
 
         Raises:
+            FloatingPointError: the model's are not finite.
             ValueError: they differ, so log-probabilities would be wrong.
         """
+        if not bool(logits.isfinite().all()):
+            raise FloatingPointError(
+                f"{self._name} gives logits that are not finite for a sequence of three tokens. Its weights are "
+                "broken, or the dtype overflows (use bfloat16 or float32)."
+            )
         if not torch.allclose(self(hidden).float(), logits.float(), rtol=1e-2, atol=1e-2):
             raise ValueError(
                 f"{self._name} changes its logits in a way that ppo_lora does not know, so its log-probabilities "

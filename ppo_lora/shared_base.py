@@ -256,7 +256,7 @@ class SharedBase(nn.Module):
             [B, P + T] int64.
 
         Raises:
-            FloatingPointError: the logits are not finite.
+            FloatingPointError: sampling met logits that are not finite.
         """
         if generation.get("do_sample"):
             generation = {"top_k": 0, "top_p": 1.0, "temperature": 1.0, **generation}

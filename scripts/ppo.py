@@ -74,6 +74,7 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
         reward_adapter=script_args.reward_adapter,
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_state()
     trainer.save_model(training_args.output_dir)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)

@@ -182,3 +182,10 @@ def test_the_base_keeps_its_own_dtypes(kind):
         name.replace(".base_layer", ""): p.dtype for name, p in base.model.named_parameters() if "lora_" not in name
     }
     assert after == before
+
+
+def test_a_base_whose_logits_are_not_finite_is_named():
+    model = plain_model()
+    model.get_output_embeddings().weight.data.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="LlamaForCausalLM gives logits that are not finite"):
+        SharedBase(model)
