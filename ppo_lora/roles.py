@@ -72,6 +72,8 @@ class RoleAdapters:
             ) from error
         self._names[role] = role.value
         self._layers = [module for module in self._model.modules() if isinstance(module, BaseTunerLayer)]
+        for parameter in self.parameters(role):
+            parameter.data = parameter.data.float()  # PEFT before 0.19 gives further adapters the base's dtype
         if isinstance(start, Adapter):
             self.load(role, start)
 
@@ -88,7 +90,7 @@ class RoleAdapters:
         """
         name = self._own(role)
         what = f"{role.value} adapter {adapter.source or ''}".strip()
-        check_tensors(self._tensors(name), adapter, what, type(self._model).__name__)
+        check_tensors(self._tensors(role), adapter, what, type(self._model).__name__)
         set_peft_model_state_dict(self._peft, dict(adapter.tensors), adapter_name=name)
 
     def export(self, role: Role) -> Adapter:
@@ -99,7 +101,7 @@ class RoleAdapters:
         """
         name = self._own(role)
         assert self._peft is not None
-        return Adapter(self._peft.peft_config[name], self._tensors(name), source=self.sources.get(role))
+        return Adapter(self._peft.peft_config[name], self._tensors(role), source=self.sources.get(role))
 
     def _own(self, role: Role) -> str:
         name = self._names[role]
@@ -109,8 +111,16 @@ class RoleAdapters:
             )
         return name
 
-    def _tensors(self, name: str) -> dict[str, Tensor]:
-        return get_peft_model_state_dict(self._peft, adapter_name=name, save_embedding_layers=False)
+    def _tensors(self, role: Role) -> dict[str, Tensor]:
+        """The role's tensors under the names of PEFT's files."""
+        assert self._peft is not None
+        # PEFT before 0.19 takes every key that holds the adapter's name, as "query_key_value" holds "value".
+        own = {id(parameter) for parameter in self.parameters(role)}
+        named = {name: p.detach() for name, p in self._peft.named_parameters() if id(p) in own}
+        tensors: dict[str, Tensor] = get_peft_model_state_dict(
+            self._peft, state_dict=named, adapter_name=self._own(role), save_embedding_layers=False
+        )
+        return tensors
 
     # Asking
 

@@ -23,7 +23,7 @@ def reward_adapter(folder, num_labels: int = 1, **changes):
     model = AutoModelForSequenceClassification.from_config(base_config)
     options = {"task_type": "SEQ_CLS", "target_modules": "all-linear", "modules_to_save": ["score"]}
     options["fan_in_fan_out"] = changes.get("architecture") == "gpt2"
-    get_peft_model(model, LoraConfig(r=4, **options)).save_pretrained(folder)
+    get_peft_model(model, LoraConfig(r=4, **options)).save_pretrained(folder, save_embedding_layers=False)
     return folder
 
 

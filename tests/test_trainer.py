@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard, RepoUrl
+from huggingface_hub import HfApi, ModelCard
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -334,14 +334,16 @@ def test_the_peft_adapter_on_disk_is_the_policy(tmp_path):
 def test_the_policy_is_pushed_with_its_value_role_and_card(tmp_path, monkeypatch):
     pushed = {}
 
-    def create_repo(self, repo_id, **kwargs):
-        return RepoUrl(f"https://huggingface.co/someone/{repo_id}")
-
-    def upload_folder(self, *, repo_id, folder_path, **kwargs):
+    def upload_folder(*hub, repo_id, folder_path, **kwargs):
         pushed[repo_id] = sorted(str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*") if p.is_file())
 
-    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    def init_hf_repo(self, **kwargs):
+        self.hub_model_id = f"someone/{self.args.hub_model_id}"
+
+    monkeypatch.setattr(PPOTrainer, "init_hf_repo", init_hf_repo)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    # transformers 5.0 imported the function.
+    monkeypatch.setattr("transformers.trainer.upload_folder", upload_folder, raising=False)
     made = trainer(tmp_path, hub_model_id="policy", hub_token="hf_secret")
     made.train()
     made.push_to_hub(dataset_name="someone/prompts")
