@@ -164,6 +164,12 @@ def write_manifest(folder: str | Path, manifest: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
 
 
+def read_manifest(folder: str | Path) -> dict[str, Any]:
+    """What :func:`write_manifest` wrote; empty where there is none."""
+    path = Path(folder) / MANIFEST_NAME
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
+
+
 def _head_part(key: str) -> str | None:
     """``"weight"`` or ``"bias"`` for a key of the head (``base_model.model.score.weight``), else None."""
     parts = key.removeprefix(_PREFIX).split(".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -30,6 +31,10 @@ class PPOConfig(TrainingArguments):
     """
 
     # Other defaults than transformers', for PPO.
+    metric_for_best_model: str | None = field(
+        default=None,
+        metadata={"help": "Metric of load_best_model_at_end; then objective/scores unless another is named."},
+    )
     learning_rate: float = field(default=1e-5, metadata={"help": "Learning rate of the policy adapter."})
     adam_epsilon: float = field(default=1e-5, metadata={"help": "Epsilon of AdamW (arXiv 2403.17031 uses 1e-5)."})
     logging_steps: float = field(
@@ -135,6 +140,8 @@ class PPOConfig(TrainingArguments):
         _take_new_names(self)
         self.model_init_kwargs = _parsed("model_init_kwargs", self.model_init_kwargs)
         self.generation_kwargs = _parsed("generation_kwargs", self.generation_kwargs)
+        if self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "objective/scores"
         super().__post_init__()
         _check_numbers(self)
         _check_sampling(self)
@@ -223,27 +230,43 @@ _POSITIVE_INTEGERS = (
 _POSITIVE = ("temperature", "cliprange", "cliprange_value")
 _UNIT = ("gamma", "lam")
 _NOT_NEGATIVE = ("kl_coef", "vf_coef", "entropy_coef", "learning_rate", "num_completions_to_print")
-_OPTIONAL_POSITIVE = ("max_prompt_length", "total_episodes", "value_learning_rate", "missing_eos_penalty")
+_OPTIONAL_POSITIVE = ("value_learning_rate", "missing_eos_penalty")
+_OPTIONAL_POSITIVE_INTEGERS = ("max_prompt_length", "total_episodes")
+
+
+_NUMBERS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_POSITIVE_INTEGERS, lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1"),
+    (_OPTIONAL_POSITIVE_INTEGERS, lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1"),
+    (_POSITIVE + _OPTIONAL_POSITIVE, lambda number: number > 0, "a number above 0"),
+    (_UNIT, lambda number: 0 <= number <= 1, "a number from 0 to 1"),
+    (_NOT_NEGATIVE, lambda number: number >= 0, "a number of at least 0"),
+    (("missing_eos_score",), lambda number: True, "a finite number"),
+)
+_MAY_BE_NONE = {*_OPTIONAL_POSITIVE, *_OPTIONAL_POSITIVE_INTEGERS, "missing_eos_score"}
 
 
 def _check_numbers(config: PPOConfig) -> None:
-    for names, holds, wanted in (
-        (_POSITIVE_INTEGERS, lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1"),
-        (_POSITIVE, lambda number: number > 0, "a number above 0"),
-        (_UNIT, lambda number: 0 <= number <= 1, "a number from 0 to 1"),
-        (_NOT_NEGATIVE, lambda number: number >= 0, "a number of at least 0"),
-        (("missing_eos_score",), lambda number: True, "a finite number, or None"),
-        (_OPTIONAL_POSITIVE, lambda number: number is None or number > 0, "a number above 0, or None"),
-    ):
+    for names, holds, wanted in _NUMBERS:
         for name in names:
-            number = getattr(config, name)
-            if not holds(number) or (number is not None and not math.isfinite(number)):
-                raise ValueError(f"{name} is {number}; expected {wanted}.")
+            _check_number(name, getattr(config, name), holds, wanted)
+    for weight in config.reward_weights or []:
+        _check_number("reward_weights", weight, lambda number: True, "finite numbers")
+    for token in config.stop_token_ids or []:
+        _check_number("stop_token_ids", token, lambda number: isinstance(number, int) and number >= 0, "token ids")
     for name, choices in (("kl_estimator", sorted(KL_ESTIMATORS)), ("overlong_prompts", ["truncate", "drop"])):
         if getattr(config, name) not in choices:
             raise ValueError(f"{name} is {getattr(config, name)!r}; expected one of {choices}.")
     if config.fp16:
         raise ValueError("fp16=True: PPO's ratios overflow in float16. Use bf16=True, or neither for float32.")
+
+
+def _check_number(name: str, number: Any, holds: Callable[[Any], bool], wanted: str) -> None:
+    optional = name in _MAY_BE_NONE
+    if number is None and optional:
+        return
+    known = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    if not known or not holds(number):
+        raise ValueError(f"{name} is {number!r}; expected {wanted}{', or None' if optional else ''}.")
 
 
 def _check_sampling(config: PPOConfig) -> None:
@@ -261,6 +284,7 @@ def _check_sampling(config: PPOConfig) -> None:
 
 
 _UNSUPPORTED = {
+    "ignore_data_skip": (False, "a resumed run takes the prompts that come next anyway"),
     "auto_find_batch_size": (False, "set local_rollout_forward_batch_size and per_device_train_batch_size"),
     "include_num_input_tokens_seen": ("no", "time/tokens_per_second is logged"),
     "label_smoothing_factor": (0.0, "PPO has no labels"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,7 @@ class PromptDataset:
         _check_dataset(dataset, tokenizer, name)
         self.pad_token_id = tokenizer.pad_token_id
         tokenized = dataset.with_format(None).map(
-            lambda row: {_IDS: _tokenize(row["prompt"], tokenizer)},
+            lambda row: {_IDS: _tokenize(row, tokenizer)},
             desc=f"Tokenizing {name}",
             keep_in_memory=True,
         )
@@ -152,11 +152,12 @@ def _check_dataset(dataset: Any, tokenizer: PreTrainedTokenizerBase, name: str) 
         raise TypeError(f"The prompts of {name} are of type {kind}; expected text or a list of chat messages.")
 
 
-def _tokenize(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    prompt = row["prompt"]
     if isinstance(prompt, str):
         ids = _text_ids(prompt, tokenizer)
     else:
-        ids = _chat_ids(prompt, tokenizer) if prompt else []
+        ids = _chat_ids(row, tokenizer) if prompt else []
     if not ids:
         raise ValueError(f"The prompt {prompt!r} has no tokens; every prompt needs at least one (a BOS token, say).")
     return ids
@@ -169,9 +170,16 @@ def _text_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id and not ends_itself else ids
 
 
-def _chat_ids(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _chat_ids(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Messages through the chat template, with TRL's columns ``tools`` and ``chat_template_kwargs`` where given."""
+    messages = row["prompt"]
     unfinished = messages[-1]["role"] == "assistant"
     encoded = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=not unfinished, continue_final_message=unfinished, return_dict=True
+        messages,
+        tools=row.get("tools"),
+        add_generation_prompt=not unfinished,
+        continue_final_message=unfinished,
+        return_dict=True,
+        **(row.get("chat_template_kwargs") or {}),
     )
     return list(encoded["input_ids"])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
@@ -28,6 +28,11 @@ def default_peft_config() -> LoraConfig:
 
 
 def check_base(model: PreTrainedModel) -> None:
+    if isinstance(model, PeftModel):
+        raise TypeError(
+            "The base is a PeftModel. Save its adapter (model.save_pretrained(folder)); pass the plain model, and the "
+            "adapter by role: policy_adapter=folder for PPOTrainer, policy=folder for SharedBase."
+        )
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise TypeError(
             f"The base is a {type(model).__name__}; expected a transformers causal language model with an output "

@@ -7,6 +7,7 @@ and optimizer groups.
 
 from __future__ import annotations
 
+import warnings
 from enum import Enum
 
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
@@ -61,10 +62,10 @@ class RoleAdapters:
         config.base_model_name_or_path = self._model.config.name_or_path or config.base_model_name_or_path
         self.sources[role] = start.source if isinstance(start, Adapter) else None
         try:
-            if self._peft is None:
-                self._peft = PeftModel(self._model, config, adapter_name=role.value)
-            else:
-                self._peft.add_adapter(role.value, config)
+            with warnings.catch_warnings():
+                # PEFT asks transformers for a property by its former name.
+                warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+                self._put(role, config)
         except ValueError as error:
             raise ValueError(
                 f"The {role.value} adapter {self.sources[role] or ''} does not fit {type(self._model).__name__}: "
@@ -76,6 +77,12 @@ class RoleAdapters:
             parameter.data = parameter.data.float()  # PEFT before 0.19 gives further adapters the base's dtype
         if isinstance(start, Adapter):
             self.load(role, start)
+
+    def _put(self, role: Role, config: LoraConfig) -> None:
+        if self._peft is None:
+            self._peft = PeftModel(self._model, config, adapter_name=role.value)
+        else:
+            self._peft.add_adapter(role.value, config)
 
     def share(self, role: Role, other: Role | None, source: str | None = None) -> None:
         """Let ``role`` use another role's adapter, or none at all."""
@@ -137,7 +144,7 @@ class RoleAdapters:
         """The parameters of the role's adapter."""
         found: list[nn.Parameter] = []
         for layer in self._layers:
-            for attribute in layer.adapter_layer_names:
+            for attribute in dict.fromkeys(layer.adapter_layer_names):  # DoRA names its magnitudes twice
                 container = getattr(layer, attribute)
                 if self._names[role] in container:
                     entry = container[self._names[role]]

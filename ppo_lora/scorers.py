@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +114,8 @@ class Scorer:
             ValueError, TypeError, RuntimeError: a function broke its contract; the message names it and the row.
         """
         columns = [] if self._base is None else [self._reward_role(responses.rollout)]
-        columns += [_call(function, responses, context) for function in self._functions]
+        alone = len(self.names) == 1
+        columns += [_call(function, responses, context, alone) for function in self._functions]
         device = responses.rollout.sequences.device
         table = torch.stack([column.to(device) for column in columns], dim=1)
         silent = table.isnan().all(dim=1)
@@ -156,7 +158,7 @@ def _distinct(names: list[str]) -> list[str]:
     return distinct
 
 
-def _call(function: RewardFunction, responses: Responses, context: dict[str, Any]) -> Tensor:
+def _call(function: RewardFunction, responses: Responses, context: dict[str, Any], alone: bool) -> Tensor:
     """One function's rewards, [B] float32, NaN for None."""
     name = _name(function)
     try:
@@ -174,20 +176,25 @@ def _call(function: RewardFunction, responses: Responses, context: dict[str, Any
             f"{len(responses.prompts)} prompts and completions and the columns {sorted(responses.columns)}; it should "
             "accept **kwargs for those it does not use."
         ) from error
-    return _checked(name, result, responses)
+    return _checked(name, result, responses, alone)
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all calls, in a thread of its own: clients that functions keep stay usable, notebooks work too."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="ppo_lora reward functions", daemon=True).start()
+    return loop
 
 
 def _run(awaitable: Any) -> Any:
-    """Wait for an awaitable, in a thread of its own: the caller may be inside a notebook's event loop."""
-
     async def wait() -> Any:
         return await awaitable
 
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        return pool.submit(asyncio.run, wait()).result()
+    return asyncio.run_coroutine_threadsafe(wait(), _event_loop()).result()
 
 
-def _checked(name: str, result: Any, responses: Responses) -> Tensor:
+def _checked(name: str, result: Any, responses: Responses, alone: bool) -> Tensor:
     rows = len(responses.prompts)
     if hasattr(result, "tolist"):
         result = result.tolist()
@@ -195,7 +202,7 @@ def _checked(name: str, result: Any, responses: Responses) -> Tensor:
         given = f"{len(result)} values" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"
         raise ValueError(f"The reward function {name} returned {given}; expected a list of {rows}, one a completion.")
     numbers = [_number(name, value, row, responses) for row, value in enumerate(result)]
-    if all(math.isnan(number) for number in numbers):
+    if alone and all(math.isnan(number) for number in numbers):
         raise ValueError(
             f"The reward function {name} returned None for all {rows} completions, so it judges nothing. Return a "
             "number for the rows it applies to, or leave the function out."

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from peft import LoraConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -92,4 +93,26 @@ def check_one_device(args: PPOConfig) -> None:
         raise ValueError(
             f"This process sees {args.n_gpu} GPUs. Start one process a GPU with `accelerate launch`, or show it one "
             "with CUDA_VISIBLE_DEVICES=0."
+        )
+
+
+def check_dtype(base: SharedBase) -> None:
+    """Refuse float16 arithmetic: ratios overflow, and small gradients vanish without a loss scaler."""
+    if base.compute_dtype == torch.float16:
+        raise ValueError(
+            "The base is float16. Load it with dtype='bfloat16' or 'float32' (--dtype), or set bf16=True to compute "
+            "in bfloat16."
+        )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer | None, base: SharedBase) -> None:
+    """Refuse an optimizer that was made for other parameters than the adapters and the value head."""
+    if optimizer is None:
+        return
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    wanted = {id(parameter) for parameters in base.trainable_parameters().values() for parameter in parameters}
+    if given != wanted:
+        raise ValueError(
+            f"optimizers holds {len(given)} parameters, {len(given & wanted)} of the {len(wanted)} that PPO trains. "
+            "Build a SharedBase first, make the optimizer from base.trainable_parameters(), and pass both."
         )

@@ -445,7 +445,7 @@ class SharedBase(nn.Module):
     def _check_logits(self) -> None:
         ids = torch.tensor([[0, 1, 2]], device=self.device)
         with self._precision():
-            whole = self.model(ids, use_cache=False).logits
+            whole = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
             self._output_head.check(self._hidden_states(Role.POLICY, ids, torch.ones_like(ids)), whole)
 
     @property

@@ -20,7 +20,8 @@ class ExperienceStream(IterableDataset):
 
     Args:
         collect: makes the experience of an iteration.
-        first_iteration: tells which iteration comes next when the stream is opened.
+        first_iteration: tells which iteration comes next when the stream is opened. Those of the same pass before it
+            were done before a resumption, and are only counted.
         iterations: how many a pass over the stream makes.
         config: the sizes.
         seed: of the shuffles.
@@ -41,9 +42,13 @@ class ExperienceStream(IterableDataset):
         per_step = self._config.gradient_accumulation_steps
         return self._iterations * self._config.steps_per_iteration * per_step
 
-    def __iter__(self) -> Iterator[Experience]:
+    def __iter__(self) -> Iterator[Experience | None]:
         first = self._first_iteration()
-        for iteration in range(first, first + self._iterations):
+        start = first - first % self._iterations
+        for iteration in range(start, start + self._iterations):
+            if iteration < first:
+                yield from [None] * (len(self) // self._iterations)  # Trainer skips these when it resumes
+                continue
             experience = self._collect(iteration)
             for epoch in range(self._config.num_ppo_epochs):
                 with seeded(self._seed, _SHUFFLES, iteration, epoch):

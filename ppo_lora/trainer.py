@@ -23,8 +23,9 @@ from transformers import (
     TrainerControl,
     set_seed,
 )
+from transformers.trainer_utils import TrainOutput
 
-from .adapters import read_adapter, write_adapter, write_manifest
+from .adapters import read_adapter, read_manifest, write_adapter, write_manifest
 from .callbacks import IterationEndCallback, PhaseProgressCallback
 from .card import write_card
 from .collector import Collector, ScoredRollout
@@ -37,9 +38,11 @@ from .reward_models import ModelReward, RewardSource, reward_functions
 from .roles import Role
 from .scorers import Scorer
 from .setup import (
+    check_dtype,
     check_enough_prompts,
     check_lengths,
     check_one_device,
+    check_optimizer,
     model_name,
     shared_base,
     stop_token_ids,
@@ -82,7 +85,7 @@ class PPOTrainer(Trainer):
 
     def __init__(
         self,
-        model: str | PreTrainedModel | SharedBase,
+        model: str | Path | PreTrainedModel | SharedBase,
         reward_funcs: RewardSource | list[RewardSource] | None = None,
         args: PPOConfig | None = None,
         train_dataset: Dataset | None = None,
@@ -98,7 +101,10 @@ class PPOTrainer(Trainer):
         value_adapter: AdapterLike | None = None,
         reward_adapter: AdapterLike | None = None,
     ):
+        model = str(model) if isinstance(model, Path) else model
         args = PPOConfig(output_dir=f"{model_name(model)}-PPO") if args is None else args
+        if not isinstance(args, PPOConfig):
+            raise TypeError(f"args is a {type(args).__name__}; expected a PPOConfig.")
         check_one_device(args)
         set_seed(args.seed)
         adapters = {
@@ -110,6 +116,8 @@ class PPOTrainer(Trainer):
         self.base = shared_base(model, args, adapters, peft_config, quantization_config)
         if args.bf16:
             self.base.compute_dtype = torch.bfloat16
+        check_dtype(self.base)
+        check_optimizer(optimizers[0], self.base)
         tokenizer = tokenizer_for(processing_class, model, self.base, args)
         functions = reward_functions(reward_funcs, reward_processing_classes, args)
         self.scorer = Scorer(self.base, functions, args.reward_weights, args.local_rollout_forward_batch_size)
@@ -134,7 +142,7 @@ class PPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[IterationEndCallback(args.steps_per_iteration), *(callbacks or [])],
+            callbacks=[*(callbacks or []), IterationEndCallback(args.steps_per_iteration)],
             optimizers=optimizers,
         )
         for function in functions:
@@ -142,6 +150,19 @@ class PPOTrainer(Trainer):
                 function.to(self.accelerator.device)
         if self.pop_callback(ProgressCallback) is not None:
             self.add_callback(self._progress)
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        """See ``Trainer.train``. What an earlier call left unlogged is forgotten."""
+        self._means, self._clock = RunningMeans(), PhaseClock()
+        self._watched, self._scored = [], None
+        return super().train(*args, **kwargs)
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Add a callback; what holds things back until an iteration's end stays the last, so it sees every wish."""
+        super().add_callback(callback)
+        last = self.pop_callback(IterationEndCallback)
+        if last is not None:
+            super().add_callback(last)
 
     # The stream of experience
 
@@ -300,15 +321,13 @@ class PPOTrainer(Trainer):
     def _evaluate_prompts(self, dataset: PromptDataset, prefix: str) -> dict[str, float]:
         means, started = RunningMeans(), time.perf_counter()
         rows = range(self.args.process_index, len(dataset), self.args.world_size)
-        size = self.args.local_rollout_forward_batch_size
         # A process without rows takes one that counts nothing: all of them have to meet in the sums below.
-        for first in range(0, max(len(rows), 1), size):
-            prompts = dataset.batch(rows[first : first + size] or [0])
-            rollout = self._collector.sample(prompts, _EVALUATIONS, first)
-            scored = self._collector.score(prompts, rollout, self.kl_coef, trainer_state=self.state)
-            means.add(scored.metrics, weight=float(len(rows[first : first + size])))
-            if first == 0 and self.args.log_completions:
-                self._print_completions(scored, f"Evaluation at step {self.state.global_step}")
+        prompts = dataset.batch(rows or [0])
+        rollout = self._collector.sample(prompts, _EVALUATIONS, 0)
+        scored = self._collector.score(prompts, rollout, self.kl_coef, trainer_state=self.state)
+        means.add(scored.metrics, weight=float(len(rows)))
+        if self.args.log_completions:
+            self._print_completions(scored, f"Evaluation at step {self.state.global_step}")
         seen = {f"{prefix}_{name}": value for name, value in means.pop(self._sum_over_processes).items()}
         return seen | {f"{prefix}_runtime": time.perf_counter() - started}
 
@@ -362,6 +381,7 @@ class PPOTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Copy the saved adapters into the parameters in place; PEFT's own loading would freeze and unfreeze them."""
+        _check_checkpoint(resume_from_checkpoint, self._schedule())
         self.base.load_adapter(Role.POLICY, read_adapter(resume_from_checkpoint))
         self.base.load_adapter(Role.VALUE, read_adapter(Path(resume_from_checkpoint) / VALUE_FOLDER))
 
@@ -391,11 +411,16 @@ class PPOTrainer(Trainer):
             tags={*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])},
         )
 
+    def _schedule(self) -> dict[str, int]:
+        """What has to stay as it is for a run to be resumed."""
+        return {"steps_per_iteration": self.args.steps_per_iteration, "batch_size": self.args.batch_size}
+
     def _manifest(self) -> dict[str, Any]:
         packages = ("ppo_lora", "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
         quantization: Any = getattr(self.base.config, "quantization_config", None)
         return {
             "format": 1,
+            "schedule": self._schedule(),
             "base": self.base.config.name_or_path,
             "quantization": quantization.to_dict() if hasattr(quantization, "to_dict") else quantization,
             "roles": {role.value: self.base.adapters.sources[role] for role in self.base.roles},
@@ -422,6 +447,19 @@ class PPOTrainer(Trainer):
         rows = iteration_rows(iteration, args.batch_size, len(self._train_prompts), args.seed)
         start = args.process_index * args.local_batch_size
         return self._train_prompts.batch(rows[start : start + args.local_batch_size])
+
+
+def _check_checkpoint(folder: str, schedule: dict[str, int]) -> None:
+    """Refuse to resume from what is no checkpoint, or with iterations of another size."""
+    if not Path(folder).is_dir():
+        raise ValueError(f"resume_from_checkpoint is {folder!r}; expected a checkpoint folder of an earlier run.")
+    saved = read_manifest(folder).get("schedule", schedule)
+    if saved != schedule:
+        raise ValueError(
+            f"The checkpoint {folder} was made with {saved}, this run has {schedule}; a run resumes with the "
+            "iterations it began with. Keep num_ppo_epochs, num_mini_batches, the batch sizes and the number of "
+            "processes."
+        )
 
 
 def _memory() -> dict[str, float]:

@@ -73,7 +73,8 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
         value_adapter=script_args.value_adapter,
         reward_adapter=script_args.reward_adapter,
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    resume = training_args.resume_from_checkpoint
+    trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
     trainer.save_state()
     trainer.save_model(training_args.output_dir)
     if training_args.push_to_hub:

@@ -109,6 +109,7 @@ CASES = {
         lambda path: {"model": tiny_model("gpt2", n_positions=8), "args": config(path / "run")},
         "longest prompt has 4 tokens; with max_completion_length=6 that is over the base's 8 positions",
     ),
+    "a float16 base": (lambda path: {"model": tiny_model().half()}, "base is float16.*bfloat16"),
     "a LoRA that rewrites the base": (
         lambda path: {"peft_config": LoraConfig(init_lora_weights="pissa")},
         "init_lora_weights is 'pissa'",
@@ -129,6 +130,8 @@ TYPE_CASES = {
     "a split dictionary": ({"train_dataset": DatasetDict({"train": prompts(16)})}, "pick a split"),
     "numbers as prompts": ({"train_dataset": Dataset.from_dict({"prompt": list(range(16))})}, "of type int"),
     "a reward that is no function": ({"reward_funcs": [3.0]}, "reward_funcs holds 3.0"),
+    "a PeftModel": ({"model": get_peft_model(tiny_model(), LoraConfig())}, "is a PeftModel.*policy_adapter=folder"),
+    "other arguments": ({"args": 3}, "args is a int; expected a PPOConfig"),
     "another kind of adapter": ({"peft_config": IA3Config()}, "IA3Config; expected a LoraConfig"),
 }
 

@@ -23,6 +23,7 @@ INHERITED = {field.name for field in fields(TrainingArguments)}
 
 # One value other than the default for each field; top_p takes no other.
 SETTINGS = {
+    "metric_for_best_model": "objective/kl",
     "learning_rate": 3e-4,
     "adam_epsilon": 1e-6,
     "logging_steps": 7,
@@ -126,8 +127,8 @@ REFUSED = {
     "entropy_coef": (AT_LEAST_ZERO, -0.1, math.nan, math.inf),
     "learning_rate": (AT_LEAST_ZERO, -1e-5, math.nan, math.inf),
     "num_completions_to_print": (AT_LEAST_ZERO, -1),
-    "max_prompt_length": (OPTIONAL, 0, -1),
-    "total_episodes": (OPTIONAL, 0, -1),
+    "max_prompt_length": (f"{AT_LEAST_ONE}, or None", 0, -1, 2.5),
+    "total_episodes": (f"{AT_LEAST_ONE}, or None", 0, -1, 3.3),
     "value_learning_rate": (OPTIONAL, 0.0, -1e-5, math.nan, math.inf),
     "missing_eos_penalty": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
 }

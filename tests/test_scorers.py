@@ -113,7 +113,7 @@ def test_a_row_that_nobody_scores_is_an_error(responses):
 def test_a_function_that_scores_no_row_is_an_error(responses):
     message = "The reward function fixed returned None for all 3 completions, so it judges nothing."
     with pytest.raises(ValueError, match=re.escape(message)):
-        _scorer(_constant([None] * 3), _answer)(responses)
+        _scorer(_constant([None] * 3))(responses)
 
 
 async def _slow(completions, **kwargs):

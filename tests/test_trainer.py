@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from builders import nf4_config, prompts, randomize, save_tiny_model, tiny_model, tiny_tokenizer
@@ -373,7 +374,6 @@ def test_the_best_checkpoint_comes_back_at_the_end(tmp_path):
         save_strategy="steps",
         save_steps=4,
         load_best_model_at_end=True,
-        metric_for_best_model="objective/scores",
         learning_rate=3e-2,
         trainer_options={"eval_dataset": prompts(8)},
     )
@@ -395,3 +395,111 @@ def test_a_broken_reward_adapter_is_named(tmp_path):
     made = trainer(tmp_path, trainer_options={"reward_adapter": start.adapter(Role.VALUE)})
     with pytest.raises(FloatingPointError, match="reward adapter's score of row 0 is nan"):
         made.train()
+
+
+def test_the_value_coefficient_weighs_the_value_loss_alone(tmp_path):
+    options = {"optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0.0, "max_steps": 4}
+    with_value, without = trainer(tmp_path, **options), trainer(tmp_path, vf_coef=0.0, **options)
+    before = without.base.value_head.weight.detach().clone()
+    with_value.train()
+    without.train()
+    assert torch.equal(without.base.value_head.weight, before)
+    assert not torch.equal(with_value.base.value_head.weight, before)
+    first, second = (made.base.trainable_parameters()[Role.POLICY] for made in (with_value, without))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_the_logged_loss_is_that_of_the_whole_step(tmp_path):
+    made = trainer(tmp_path, vf_coef=0.3, num_mini_batches=1, per_device_train_batch_size=2)
+    made.train()
+    for entry in logged(made):
+        expected = entry["loss/policy_avg"] + 0.3 * entry["loss/value_avg"]
+        assert entry["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="0 of the 57 that PPO trains"):
+        trainer(tmp_path, model, trainer_options={"optimizers": (optimizer, None)})
+    base = SharedBase(tiny_model())
+    own = torch.optim.SGD([p for ps in base.trainable_parameters().values() for p in ps], lr=0.1)
+    trainer(tmp_path, base, trainer_options={"optimizers": (own, None)}).train()
+
+
+def test_a_callback_that_stops_keeps_what_was_due(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 6
+
+    made = trainer(tmp_path, max_steps=12, save_strategy="steps", save_steps=5, callbacks=[Stop()])
+    made.train()
+    assert (tmp_path / "checkpoint-6").is_dir()
+    assert [entry["step"] for entry in logged(made)] == [4, 6]
+
+
+def test_a_second_training_forgets_what_the_first_left_unlogged(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    score = [100.0]
+
+    def constant(prompts, **kwargs):
+        return [score[0]] * len(prompts)
+
+    made = trainer(tmp_path, reward_funcs=constant, logging_strategy="no", callbacks=[Stop()])
+    made.train()
+    made.remove_callback(Stop)
+    made.args.logging_strategy, score[0] = "steps", 0.0
+    made.train()
+    assert logged(made)[0]["objective/scores"] == 0.0
+
+
+@pytest.mark.parametrize("changes", [{"num_ppo_epochs": 3}, {"per_device_train_batch_size": 2}])
+def test_resuming_with_other_iterations_is_refused(tmp_path, changes):
+    trainer(tmp_path, save_strategy="steps", save_steps=4).train()
+    other = trainer(tmp_path / "other", **{"max_steps": 12, **changes})
+    with pytest.raises(ValueError, match="a run resumes with the iterations it began with"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_resuming_from_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected a checkpoint folder"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
+
+
+def test_evaluation_counts_every_row_once(tmp_path):
+    made = trainer(tmp_path, local_rollout_forward_batch_size=3, trainer_options={"eval_dataset": prompts(7)})
+    metrics = made.evaluate()
+    finished = (1 - metrics["eval_completions/clipped_ratio"]) * 7
+    assert metrics["eval_val/num_eos_tokens"] == pytest.approx(finished)
+
+
+def test_a_function_may_have_nothing_to_say_about_a_batch(tmp_path):
+    def nothing(completions, **kwargs):
+        return [None] * len(completions)
+
+    made = trainer(tmp_path, reward_funcs=[nothing, count_w5])
+    made.train()
+    assert "rewards/nothing/mean" not in logged(made)[0] and "rewards/count_w5/mean" in logged(made)[0]
+
+
+def test_dora_trains_each_parameter_once(tmp_path):
+    config = LoraConfig(r=4, use_dora=True, target_modules="all-linear", task_type="CAUSAL_LM")
+    made = trainer(tmp_path, trainer_options={"peft_config": config})
+    made.train()
+    parameters = made.base.trainable_parameters()[Role.POLICY]
+    assert len({id(p) for p in parameters}) == len(parameters) == 42
+    assert logged(made)[0]["objective/kl"] == 0.0
+
+
+def test_async_functions_keep_their_event_loop(tmp_path):
+    loops = []
+
+    async def judge(completions, **kwargs):
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * len(completions)
+
+    trainer(tmp_path, reward_funcs=judge, max_steps=8).train()
+    assert len(loops) == 2 and loops[0] is loops[1]

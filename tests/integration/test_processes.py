@@ -68,7 +68,11 @@ def test_the_step_of_two_processes_is_that_of_one(tmp_path, experience):
             torch.testing.assert_close(two[key], tensor, rtol=1e-4, atol=1e-6)
 
 
-def test_two_processes_sample_score_and_log_for_themselves(tmp_path):
+def test_two_processes_share_the_prompts_and_sample_for_themselves(tmp_path, monkeypatch):
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     base = save_tiny_model(tmp_path / "base")
-    _run(2, base, tmp_path / "run", "--per_device_train_batch_size", "2", "--max_steps", "3", "--logging_steps", "1")
+    _run(2, base, tmp_path / "run", "--per_device_train_batch_size", "3", "--max_steps", "2", "--logging_steps", "1")
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    seen = [(tmp_path / f"seen.{rank}").read_text().splitlines() for rank in (0, 1)]
+    assert len(seen[0]) == len(seen[1]) == 12
+    assert sorted(seen[0] + seen[1]) == sorted(prompts(24)["prompt"])

@@ -19,7 +19,7 @@ RUN = Path(__file__).with_name("training_run.py")
 OPTIONS = (
     "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_mini_batches 2 --num_ppo_epochs 2 "
     "--max_completion_length 6 --temperature 0.9 --learning_rate 1e-3 --value_learning_rate 3e-3 --max_steps 16 "
-    "--save_steps 8 --eval_strategy steps --eval_steps 4 --logging_steps 4"
+    "--save_steps 4 --eval_strategy steps --eval_steps 4 --logging_steps 4"
 ).split()
 
 
@@ -42,7 +42,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-@pytest.fixture(params=["float32", "nf4"])
+@pytest.fixture
 def base(request, tmp_path):
     folder = save_tiny_model(tmp_path / "base")
     if request.param == "nf4":
@@ -53,12 +53,14 @@ def base(request, tmp_path):
     return folder
 
 
-def test_a_killed_run_resumes_bit_for_bit(base, tmp_path):
+@pytest.mark.parametrize(("base", "step"), [("float32", 4), ("nf4", 12)], indirect=["base"])
+def test_a_killed_run_resumes_bit_for_bit(base, step, tmp_path):
+    """Two iterations use every prompt: steps 4 and 12 are in the middle of a pass, the first and the second one."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     run(base, whole)
-    run(base, broken, "--die_at", "10", code=-signal.SIGKILL)
+    run(base, broken, "--die_at", str(step + 2), code=-signal.SIGKILL)
     assert not (broken / "adapter_model.safetensors").exists()
-    run(base, broken, "--resume", str(broken / "checkpoint-8"))
+    run(base, broken, "--resume", str(broken / f"checkpoint-{step}"))
     expected, resumed = weights(whole), weights(broken)
     assert expected.keys() == resumed.keys()
     assert all(torch.equal(resumed[key], tensor) for key, tensor in expected.items())

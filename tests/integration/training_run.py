@@ -19,7 +19,10 @@ from builders import prompts, tiny_tokenizer  # noqa: E402
 from ppo_lora import Experience, PPOConfig, PPOTrainer  # noqa: E402
 
 
-def count_w5(completions, **kwargs):
+def count_w5(completions, prompts, **kwargs):
+    if "SEEN" in os.environ:
+        with open(f"{os.environ['SEEN']}.{os.environ['RANK']}", "a") as file:
+            file.writelines(f"{prompt}\n" for prompt in prompts)
     return [float(text.split().count("w5")) for text in completions]
 
 
