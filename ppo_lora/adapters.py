@@ -22,7 +22,6 @@ from .heads import ScalarHead
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
-MANIFEST_NAME = "ppo_lora.json"
 HEAD_NAMES = ("score", "classifier")
 _PREFIX = "base_model.model."
 
@@ -104,6 +103,12 @@ class Adapter:
         return ScalarHead(weight, self.head.get("bias"))
 
 
+SHARED, SEPARATE = "shared", "separate"
+"""What the value adapter can be besides an adapter: the policy's, or one of its own."""
+
+AdapterLike = str | Path | AdapterSource | Adapter
+
+
 def read_adapter(source: str | Path | AdapterSource) -> Adapter:
     """Read a LoRA adapter, its head taken apart from its other tensors.
 
@@ -126,6 +131,20 @@ def read_adapter(source: str | Path | AdapterSource) -> Adapter:
         head={part: tensors[key] for key, part in head_keys.items()} or None,
         source=str(place),
     )
+
+
+def check_words(given: dict[str, AdapterLike | None]) -> None:
+    """Refuse "shared" and "separate" for roles other than the value."""
+    for role, source in given.items():
+        if source in (SHARED, SEPARATE):
+            raise ValueError(f"The {role} adapter is {source!r}, which only the value adapter can be; give a folder.")
+
+
+def read_if_named(source: AdapterLike | None) -> Any:
+    """An Adapter from whatever names one; None and the value role's words pass through."""
+    if source is None or isinstance(source, Adapter) or source in (SHARED, SEPARATE):
+        return source
+    return read_adapter(source)
 
 
 def role_config(config: LoraConfig) -> LoraConfig:
@@ -156,18 +175,6 @@ def write_adapter(folder: str | Path, adapter: Adapter) -> None:
     config.save_pretrained(str(folder))
     contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     save_file(contiguous, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-
-
-def write_manifest(folder: str | Path, manifest: Mapping[str, Any]) -> None:
-    """Write ``ppo_lora.json``: what the folder's roles are and what they stand on."""
-    path = Path(folder) / MANIFEST_NAME
-    path.write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
-
-
-def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """What :func:`write_manifest` wrote; empty where there is none."""
-    path = Path(folder) / MANIFEST_NAME
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def _head_part(key: str) -> str | None:

@@ -20,6 +20,14 @@ class ScalarHead(nn.Module):
         """The head that says 0 everywhere."""
         return cls(torch.zeros(1, hidden_size))
 
+    def check_fits(self, given: ScalarHead, source: str | None) -> None:
+        """Refuse another head's weights where one of the two has a bias and the other not."""
+        if (self.bias is None) != (given.bias is None):
+            raise ValueError(
+                f"The head of {source or 'the adapter'} has {'no' if given.bias is None else 'a'} bias, the role's "
+                f"head has {'no' if self.bias is None else 'a'} bias; they have to agree."
+            )
+
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] of any float dtype to [...] float32."""
         with torch.autocast(hidden.device.type, enabled=False):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .adapters import Adapter, AdapterSource, read_adapter
+from .adapters import SEPARATE, SHARED, Adapter, AdapterLike, check_words, read_if_named
 from .heads import OutputHead, ScalarHead
 from .logprobs import token_logprobs
 from .masking import last_true_index, position_ids
@@ -27,10 +26,6 @@ from .preparation import (
     remove_dropout,
 )
 from .roles import Role, RoleAdapters
-
-SHARED = "shared"
-SEPARATE = "separate"
-AdapterLike = str | Path | AdapterSource | Adapter
 
 
 class SharedBase(nn.Module):
@@ -103,9 +98,9 @@ class SharedBase(nn.Module):
             quantization_config: a ``BitsAndBytesConfig`` for an 8-bit or 4-bit base.
             model_kwargs: for ``AutoModelForCausalLM.from_pretrained``.
         """
-        _check_words({"policy": policy, "reference": reference, "reward": reward})
+        check_words({"policy": policy, "reference": reference, "reward": reward})
         adapters = {"policy": policy, "reference": reference, "value": value, "reward": reward}
-        loaded = {role: _read(source) for role, source in adapters.items()}
+        loaded = {role: read_if_named(source) for role, source in adapters.items()}
         if quantization_config is not None:
             model_kwargs["quantization_config"] = quantization_config
             if torch.cuda.is_available():
@@ -295,11 +290,8 @@ class SharedBase(nn.Module):
         role = self._known(role)
         head = self._head(role)
         given = None if head is None else adapter.scalar_head(self._hidden_size)
-        if head is not None and given is not None and (head.bias is None) != (given.bias is None):
-            raise ValueError(
-                f"The head of {adapter.source or 'the adapter'} has {'no' if given.bias is None else 'a'} bias, the "
-                f"{role.value} role's head has {'no' if head.bias is None else 'a'} bias; they have to agree."
-            )
+        if head is not None and given is not None:
+            head.check_fits(given, adapter.source)
         self.adapters.load(role, adapter)
         if head is not None and given is not None:
             head.load_state_dict(given.state_dict())
@@ -366,10 +358,10 @@ class SharedBase(nn.Module):
         reward: AdapterLike | None,
         config: LoraConfig,
     ) -> None:
-        _check_words({"policy": policy, "reference": reference, "reward": reward})
-        start, scorer = _read(policy), _read(reward)
+        check_words({"policy": policy, "reference": reference, "reward": reward})
+        start, scorer = read_if_named(policy), read_if_named(reward)
         self.adapters.add(Role.POLICY, start or config)
-        self._add_reference(_read(reference), starts_at_base=start is None and not config.use_dora)
+        self._add_reference(read_if_named(reference), starts_at_base=start is None and not config.use_dora)
         if scorer is not None:
             self.adapters.add(Role.REWARD, scorer)
             self.reward_head = scorer.scalar_head(self._hidden_size).to(self.device)
@@ -386,7 +378,7 @@ class SharedBase(nn.Module):
             self.adapters.share(Role.VALUE, Role.POLICY, source=SHARED)
             start = scorer
         else:
-            start = _read(value)
+            start = read_if_named(value)
             self.adapters.add(Role.VALUE, start or config)
         head = ScalarHead.zeros(self._hidden_size) if start is None else start.scalar_head(self._hidden_size)
         self.value_head = head.to(self.device)
@@ -451,19 +443,6 @@ class SharedBase(nn.Module):
     @property
     def _hidden_size(self) -> int:
         return int(self.config.get_text_config().hidden_size)
-
-
-def _check_words(given: dict[str, AdapterLike | None]) -> None:
-    for role, source in given.items():
-        if source in (SHARED, SEPARATE):
-            raise ValueError(f"The {role} adapter is {source!r}, which only the value adapter can be; give a folder.")
-
-
-def _read(source: AdapterLike | None) -> Any:
-    """An Adapter from whatever names one; None, "separate" and "shared" pass through."""
-    if source is None or isinstance(source, Adapter) or source in (SHARED, SEPARATE):
-        return source
-    return read_adapter(source)
 
 
 def _scattered(values: Tensor, mask: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,9 +24,10 @@ from transformers import (
 )
 from transformers.trainer_utils import TrainOutput
 
-from .adapters import read_adapter, read_manifest, write_adapter, write_manifest
+from .adapters import AdapterLike
 from .callbacks import IterationEndCallback, PhaseProgressCallback
 from .card import write_card
+from .checkpoint import load_roles, save_roles
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset, iteration_rows
@@ -48,11 +48,10 @@ from .setup import (
     stop_token_ids,
     tokenizer_for,
 )
-from .shared_base import AdapterLike, SharedBase
+from .shared_base import SharedBase
 from .stream import ExperienceStream
 from .types import Experience, Prompts
 
-VALUE_FOLDER = "value"
 _ROLLOUTS, _EVALUATIONS = 1, 3
 """Names of the streams of random numbers; the shuffles' is 2."""
 
@@ -374,16 +373,12 @@ class PPOTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The policy as plain PEFT at the top, the value role below it, the tokenizer and a manifest."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        write_adapter(folder, self.base.adapter(Role.POLICY))
-        write_adapter(folder / VALUE_FOLDER, self.base.adapter(Role.VALUE))
+        save_roles(folder, self.base, self._schedule())
         self._tokenizer.save_pretrained(folder)
-        write_manifest(folder, self._manifest())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Copy the saved adapters into the parameters in place; PEFT's own loading would freeze and unfreeze them."""
-        _check_checkpoint(resume_from_checkpoint, self._schedule())
-        self.base.load_adapter(Role.POLICY, read_adapter(resume_from_checkpoint))
-        self.base.load_adapter(Role.VALUE, read_adapter(Path(resume_from_checkpoint) / VALUE_FOLDER))
+        load_roles(resume_from_checkpoint, self.base, self._schedule())
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -415,18 +410,6 @@ class PPOTrainer(Trainer):
         """What has to stay as it is for a run to be resumed."""
         return {"steps_per_iteration": self.args.steps_per_iteration, "batch_size": self.args.batch_size}
 
-    def _manifest(self) -> dict[str, Any]:
-        packages = ("ppo_lora", "torch", "transformers", "peft", "trl", "bitsandbytes", "accelerate")
-        quantization: Any = getattr(self.base.config, "quantization_config", None)
-        return {
-            "format": 1,
-            "schedule": self._schedule(),
-            "base": self.base.config.name_or_path,
-            "quantization": quantization.to_dict() if hasattr(quantization, "to_dict") else quantization,
-            "roles": {role.value: self.base.adapters.sources[role] for role in self.base.roles},
-            "versions": {name: importlib.metadata.version(name) for name in packages},
-        }
-
     # Prompts
 
     def _prompts(self, dataset: Dataset | None, name: str, args: PPOConfig) -> PromptDataset:
@@ -447,19 +430,6 @@ class PPOTrainer(Trainer):
         rows = iteration_rows(iteration, args.batch_size, len(self._train_prompts), args.seed)
         start = args.process_index * args.local_batch_size
         return self._train_prompts.batch(rows[start : start + args.local_batch_size])
-
-
-def _check_checkpoint(folder: str, schedule: dict[str, int]) -> None:
-    """Refuse to resume from what is no checkpoint, or with iterations of another size."""
-    if not Path(folder).is_dir():
-        raise ValueError(f"resume_from_checkpoint is {folder!r}; expected a checkpoint folder of an earlier run.")
-    saved = read_manifest(folder).get("schedule", schedule)
-    if saved != schedule:
-        raise ValueError(
-            f"The checkpoint {folder} was made with {saved}, this run has {schedule}; a run resumes with the "
-            "iterations it began with. Keep num_ppo_epochs, num_mini_batches, the batch sizes and the number of "
-            "processes."
-        )
 
 
 def _memory() -> dict[str, float]:

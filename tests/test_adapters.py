@@ -25,7 +25,7 @@ from bases import (
 )
 from builders import ARCHITECTURES, padded_batch, randomize
 from ppo_lora import Adapter, AdapterSource, Role, ScalarHead, read_adapter
-from ppo_lora.adapters import write_adapter, write_manifest
+from ppo_lora.adapters import write_adapter
 
 P, T = 5, 6
 
@@ -341,10 +341,3 @@ def test_a_head_by_either_name_with_or_without_bias(tmp_path, name):
 def test_lora_on_the_score_head_is_not_a_head(tmp_path):
     keys = {f"base_model.model.score.lora_{x}.weight": torch.ones(1, 1) for x in "AB"}
     assert _with_head_keys(tmp_path, keys).head is None
-
-
-def test_the_manifest_is_sorted_json(tmp_path):
-    write_manifest(tmp_path, {"b": [1, None], "a": {"d": 1.5, "c": "x"}})
-    text = (tmp_path / "ppo_lora.json").read_text()
-    assert json.loads(text) == {"a": {"c": "x", "d": 1.5}, "b": [1, None]}
-    assert text.index('"a"') < text.index('"b"') and text.endswith("}\n")

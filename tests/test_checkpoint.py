@@ -1,0 +1,56 @@
+"""What a saved folder holds, and what is refused when it is read back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from builders import nf4_config, padded_batch, randomize, save_tiny_model, tiny_model
+from ppo_lora import SharedBase
+from ppo_lora.checkpoint import load_roles, save_roles
+
+SCHEDULE = {"steps_per_iteration": 4, "batch_size": 16}
+
+
+@pytest.fixture
+def base():
+    made = SharedBase(tiny_model())
+    for parameters in made.trainable_parameters().values():
+        randomize(parameters)
+    return made
+
+
+def test_both_roles_come_back_bit_for_bit(tmp_path, base):
+    save_roles(tmp_path, base, SCHEDULE)
+    again = SharedBase(tiny_model())
+    load_roles(tmp_path, again, SCHEDULE)
+    ids, mask = padded_batch()
+    assert torch.equal(again.logprobs("policy", ids, mask, 6), base.logprobs("policy", ids, mask, 6))
+    assert torch.equal(again.values(ids, mask, 6), base.values(ids, mask, 6))
+
+
+def test_the_manifest_says_what_the_roles_stand_on(tmp_path):
+    folder = save_tiny_model(tmp_path / "base")
+    base = SharedBase.from_pretrained(folder, quantization_config=nf4_config(), value="shared")
+    save_roles(tmp_path / "run", base, SCHEDULE)
+    manifest = json.loads((tmp_path / "run" / "ppo_lora.json").read_text())
+    assert manifest["base"] == folder and manifest["schedule"] == SCHEDULE
+    assert manifest["quantization"]["bnb_4bit_quant_type"] == "nf4"
+    assert manifest["roles"] == {"policy": None, "reference": None, "value": "shared"}
+    assert {"torch", "peft", "ppo_lora"} <= set(manifest["versions"])
+
+
+def test_iterations_of_another_size_are_refused_before_anything_is_read(tmp_path, base):
+    save_roles(tmp_path, base, SCHEDULE)
+    again = SharedBase(tiny_model())
+    before = {name: p.detach().clone() for name, p in again.named_parameters()}
+    with pytest.raises(ValueError, match="made with .*16.* this run has .*32"):
+        load_roles(tmp_path, again, {**SCHEDULE, "batch_size": 32})
+    assert all(torch.equal(p, before[name]) for name, p in again.named_parameters())
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path, base):
+    with pytest.raises(ValueError, match="expected a checkpoint folder"):
+        load_roles(tmp_path / "nothing", base, SCHEDULE)
