@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from builders import CHAT_TEMPLATE, EOS, prompts, tiny_config, tiny_model, tiny_tokenizer
 from ppo_lora import PPOTrainer, SharedBase
-from test_trainer import config, count_w5
+from runs import config, count_w5
 
 
 def reward_adapter(folder, num_labels: int = 1, **changes):

@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification
 from builders import CHAT_TEMPLATE, prompts, tiny_config, tiny_model, tiny_tokenizer
 from ppo_lora import PPOTrainer
 from ppo_lora.reward_models import reward_functions
-from test_trainer import config, count_w5, logged
+from runs import config, count_w5, logged
 
 
 def reward_model(num_labels: int = 1):

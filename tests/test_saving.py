@@ -1,0 +1,130 @@
+"""What a run leaves on disk, how others load it, and how it is resumed or pushed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import HfApi, ModelCard
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM
+
+from builders import prompts, save_tiny_model, tiny_model
+from ppo_lora import PPOTrainer, Role, SharedBase, read_adapter
+from runs import trainer
+
+
+def test_the_saved_policy_is_plain_peft(tmp_path):
+    folder = save_tiny_model(tmp_path / "base")
+    made = trainer(tmp_path / "run", AutoModelForCausalLM.from_pretrained(folder))
+    made.train()
+    made.save_model()
+    ids = torch.tensor([[2, 9, 4, 8]])
+    with torch.no_grad(), made.base.role(Role.POLICY):
+        expected = made.base.model(ids).logits
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), made.args.output_dir)
+    automatic = AutoPeftModelForCausalLM.from_pretrained(made.args.output_dir)
+    for loaded in (plain, automatic):
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=0)
+    manifest = json.loads((tmp_path / "run" / "ppo_lora.json").read_text())
+    assert manifest["base"] == folder and set(manifest["roles"]) == {"policy", "reference", "value"}
+
+
+def test_the_saved_value_role_comes_back_bit_for_bit(tmp_path):
+    made = trainer(tmp_path)
+    made.train()
+    made.save_model()
+    again = SharedBase(tiny_model(), policy=tmp_path, value=tmp_path / "value")
+    ids, mask = torch.tensor([[2, 9, 4, 8]]), torch.ones(1, 4, dtype=torch.bool)
+    assert torch.equal(again.values(ids, mask, 3), made.base.values(ids, mask, 3))
+    assert torch.equal(again.logprobs("policy", ids, mask, 3), made.base.logprobs("policy", ids, mask, 3))
+
+
+def test_no_secret_is_saved(tmp_path):
+    made = trainer(tmp_path, hub_token="hf_secret")
+    made.save_model()
+    assert not any(b"hf_secret" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_shared_value_adapter_trains(tmp_path):
+    made = trainer(tmp_path, trainer_options={"value_adapter": "shared"})
+    head = made.base.value_head.weight.detach().clone()
+    made.train()
+    assert not torch.equal(made.base.value_head.weight, head)
+    assert len(made.optimizer.param_groups[1]["params"]) == 1
+    made.save_model()
+    again = SharedBase(tiny_model(), policy=tmp_path, value=tmp_path / "value")
+    ids, mask = torch.tensor([[2, 9, 4, 8]]), torch.ones(1, 4, dtype=torch.bool)
+    assert torch.equal(again.values(ids, mask, 3), made.base.values(ids, mask, 3))
+
+
+def test_the_peft_adapter_on_disk_is_the_policy(tmp_path):
+    made = trainer(tmp_path)
+    made.train()
+    made.save_model()
+    saved = read_adapter(tmp_path)
+    for key, tensor in made.base.adapter(Role.POLICY).tensors.items():
+        assert torch.equal(saved.tensors[key], tensor)
+
+
+def test_the_policy_is_pushed_with_its_value_role_and_card(tmp_path, monkeypatch):
+    pushed = {}
+
+    def upload_folder(*hub, repo_id, folder_path, **kwargs):
+        pushed[repo_id] = sorted(str(p.relative_to(folder_path)) for p in Path(folder_path).rglob("*") if p.is_file())
+
+    def init_hf_repo(self, **kwargs):
+        self.hub_model_id = f"someone/{self.args.hub_model_id}"
+
+    monkeypatch.setattr(PPOTrainer, "init_hf_repo", init_hf_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    # transformers 5.0 imported the function.
+    monkeypatch.setattr("transformers.trainer.upload_folder", upload_folder, raising=False)
+    made = trainer(tmp_path, hub_model_id="policy", hub_token="hf_secret")
+    made.train()
+    made.push_to_hub(dataset_name="someone/prompts")
+    (files,) = pushed.values()
+    assert {"adapter_model.safetensors", "value/adapter_model.safetensors", "README.md", "ppo_lora.json"} <= set(files)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.datasets == "someone/prompts" and "objective/scores" in card.text
+    assert "hf_secret" not in card.content
+
+
+def test_the_best_checkpoint_comes_back_at_the_end(tmp_path):
+    made = trainer(
+        tmp_path,
+        max_steps=12,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_strategy="steps",
+        save_steps=4,
+        load_best_model_at_end=True,
+        learning_rate=3e-2,
+        trainer_options={"eval_dataset": prompts(8)},
+    )
+    made.train()
+    evaluations = {
+        entry["step"]: entry["eval_objective/scores"]
+        for entry in made.state.log_history
+        if "eval_objective/scores" in entry
+    }
+    best = max(evaluations, key=evaluations.get)
+    saved = read_adapter(tmp_path / f"checkpoint-{best}")
+    for key, tensor in made.base.adapter(Role.POLICY).tensors.items():
+        assert torch.equal(saved.tensors[key], tensor)
+
+
+@pytest.mark.parametrize("changes", [{"num_ppo_epochs": 3}, {"per_device_train_batch_size": 2}])
+def test_resuming_with_other_iterations_is_refused(tmp_path, changes):
+    trainer(tmp_path, save_strategy="steps", save_steps=4).train()
+    other = trainer(tmp_path / "other", **{"max_steps": 12, **changes})
+    with pytest.raises(ValueError, match="a run resumes with the iterations it began with"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_resuming_from_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected a checkpoint folder"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
