@@ -45,6 +45,11 @@ class PhaseProgressCallback(ProgressCallback):
         if self.training_bar is not None:
             self.training_bar.set_description(phase)
 
+    def clear(self) -> None:
+        """Take the bar off the terminal's line, for something else to be printed; it comes back by itself."""
+        if self.training_bar is not None:
+            self.training_bar.clear()
+
     def on_log(
         self,
         args: TrainingArguments,

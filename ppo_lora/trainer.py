@@ -52,8 +52,7 @@ from .shared_base import SharedBase
 from .stream import ExperienceStream
 from .types import Experience, Prompts
 
-_ROLLOUTS, _EVALUATIONS = 1, 3
-"""Names of the streams of random numbers; the shuffles' is 2."""
+_ROLLOUTS, _EVALUATIONS = 1, 3  # streams of random numbers; the shuffles' is 2
 
 
 class PPOTrainer(Trainer):
@@ -360,6 +359,7 @@ class PPOTrainer(Trainer):
     def _print_completions(self, scored: ScoredRollout, title: str) -> None:
         if not self.is_world_process_zero():
             return
+        self._progress.clear()
         rows = slice(self.args.num_completions_to_print)
         seen, scores = scored.responses, {"score": scored.experience.scores[rows].tolist()}
         print_table(completions_table(seen.prompts[rows], seen.completions[rows], scores, title))

@@ -66,6 +66,9 @@ class Bar:
     def set_postfix(self, numbers):
         self.postfix = numbers
 
+    def clear(self):
+        self.cleared = True
+
 
 @pytest.fixture
 def progress():
@@ -91,8 +94,14 @@ def test_other_logs_leave_the_bar_alone(progress, logs):
     assert not hasattr(progress.training_bar, "postfix")
 
 
+def test_the_bar_makes_room_for_a_table(progress):
+    progress.clear()
+    assert progress.training_bar.cleared
+
+
 def test_without_a_bar_nothing_happens(capsys):
     callback = PhaseProgressCallback()
     callback.show_phase("sampling")
+    callback.clear()
     callback.on_log(None, TrainerState(), TrainerControl(), logs={"objective/kl": 1.0})
     assert capsys.readouterr() == ("", "")
