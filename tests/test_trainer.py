@@ -171,6 +171,18 @@ def test_evaluations_agree_and_leave_training_alone(tmp_path):
         assert torch.equal(evaluated.base.get_parameter(name), parameter), name
 
 
+def test_random_numbers_of_reward_functions_leave_training_alone(tmp_path):
+    def restless(completions, **kwargs):
+        torch.rand(3)
+        return count_w5(completions)
+
+    plain, disturbed = trainer(tmp_path, max_steps=8), trainer(tmp_path, max_steps=8, reward_funcs=restless)
+    plain.train()
+    disturbed.train()
+    for name, parameter in plain.base.named_parameters():
+        assert torch.equal(disturbed.base.get_parameter(name), parameter), name
+
+
 def test_completions_are_shown(tmp_path, capsys):
     trainer(tmp_path, log_completions=True, num_completions_to_print=2).train()
     shown = capsys.readouterr().out
