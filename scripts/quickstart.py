@@ -19,17 +19,16 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from quickstart_data import read_rows, write_data_sets
-from quickstart_stages import Stages, peak_memory_mb, program, quiet_environment
+from quickstart_data import write_data_sets
+from recipe_data import read_rows
+from recipe_stages import SCRIPTS, Stages, peak_memory_mb, ppo_command, quiet_environment, trl_command
 
 if TYPE_CHECKING:
     from quickstart_evaluation import Reviews
 
 # torch and what imports it are imported inside functions, after main() has set the environment.
 
-SCRIPTS = Path(__file__).resolve().parent
 CONFIGS = SCRIPTS.parent / "configs" / "quickstart"
-LAUNCH = ("launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
 MAX_NEW_TOKENS = 48
 REVIEWS_PER_PROMPT = 2
 
@@ -59,7 +58,8 @@ def make_base_and_data(stages: Stages, root: Path, sizes: Sizes, seed: int) -> N
     """Write the data sets and the base model, unless the same base lies there already."""
     from transformers.utils import logging
 
-    from quickstart_base import BaseSettings, is_made, make_base
+    from quickstart_base import make_base
+    from recipe_base import BaseSettings, is_made
 
     logging.disable_progress_bar()
     with stages.stage("reviews in TRL's data set formats") as remarks:
@@ -73,30 +73,19 @@ def make_base_and_data(stages: Stages, root: Path, sizes: Sizes, seed: int) -> N
             remarks.append(f"loss {make_base(root / 'base', settings):.2f} nats a token")
 
 
-def common_options(root: Path, stage: str, data_set: str, seed: int) -> list[str]:
-    """Return the options that every training script takes; the stage names its configuration and its folder."""
-    return [
-        *("--config", str(CONFIGS / f"{stage}.yaml")),
-        *("--model_name_or_path", str(root / "base" / "nf4")),
-        *("--dataset_name", str(root / "data" / data_set)),
-        *("--output_dir", str(root / stage)),
-        *("--seed", str(seed), "--disable_tqdm", "true"),
-    ]
-
-
 def train_adapters(stages: Stages, root: Path, seed: int) -> None:
     """Train the SFT adapter and the reward adapter with TRL's command line."""
     with stages.stage("trl sft"):
-        stages.run("sft", [program("trl"), "sft", *common_options(root, "sft", "sft", seed)])
+        stages.run("sft", trl_command(CONFIGS / "sft.yaml", root, "sft", seed))
     with stages.stage("trl reward") as remarks:
-        stages.run("reward", [program("trl"), "reward", *common_options(root, "reward", "preference", seed)])
+        stages.run("reward", trl_command(CONFIGS / "reward.yaml", root, "preference", seed))
         remarks.append(f"right on {reward_accuracy(root):.1%} of the held-out pairs")
 
 
 def reward_accuracy(root: Path) -> float:
     """Return the reward adapter's accuracy on the held-out preference pairs."""
     from ppo_lora import SharedBase
-    from quickstart_evaluation import load_tokenizer, pair_accuracy
+    from recipe_evaluation import load_tokenizer, pair_accuracy
 
     nf4 = root / "base" / "nf4"
     base = SharedBase.from_pretrained(str(nf4), reward=str(root / "reward"))
@@ -107,8 +96,7 @@ def run_ppo(stages: Stages, root: Path, sizes: Sizes, seed: int) -> None:
     """Train the policy with scripts/ppo.py."""
     with stages.stage("accelerate launch scripts/ppo.py") as remarks:
         command = [
-            *(program("accelerate"), *LAUNCH, str(SCRIPTS / "ppo.py")),
-            *common_options(root, "ppo", "prompts", seed),
+            *ppo_command(CONFIGS / "ppo.yaml", root, "prompts", seed),
             *("--policy_adapter", str(root / "sft")),
             *("--reward_adapter", str(root / "reward")),
             *("--total_episodes", str(sizes.episodes)),
@@ -120,7 +108,8 @@ def run_ppo(stages: Stages, root: Path, sizes: Sizes, seed: int) -> None:
 def compare(stages: Stages, root: Path, seed: int) -> "tuple[Reviews, Reviews]":
     """Return the SFT policy's and PPO's reviews of the held-out products, from one loaded base."""
     from ppo_lora import Role, SharedBase
-    from quickstart_evaluation import load_tokenizer, write_reviews
+    from quickstart_evaluation import write_reviews
+    from recipe_evaluation import load_tokenizer
 
     nf4 = root / "base" / "nf4"
     with stages.stage("SFT against PPO on held-out prompts"):

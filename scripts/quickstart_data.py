@@ -4,11 +4,12 @@ The gold rule stands in for a person's taste: the share of praising words among 
 preference pairs and it grades the final policy; training sees it only through those pairs.
 """
 
-import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from recipe_data import write_rows
 
 COLOURS = tuple("red blue green black white yellow grey silver orange purple golden brown".split())
 THINGS = (
@@ -151,16 +152,6 @@ def write_data_sets(folder: Path, seed: int, size: int) -> None:
     for index, (split, among) in enumerate(zip(("train", "test"), split_products(seed), strict=True)):
         rng = random.Random(f"{seed} {split}")
         rows = size if index == 0 else max(size // 8, 64)
-        _write_rows(folder / "sft" / f"{split}.jsonl", demonstrations(among, rows, rng))
-        _write_rows(folder / "preference" / f"{split}.jsonl", preferences(among, rows, rng))
-        _write_rows(folder / "prompts" / f"{split}.jsonl", prompts(among, rng))
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of one JSONL file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _write_rows(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_rows(folder / "sft" / f"{split}.jsonl", demonstrations(among, rows, rng))
+        write_rows(folder / "preference" / f"{split}.jsonl", preferences(among, rows, rng))
+        write_rows(folder / "prompts" / f"{split}.jsonl", prompts(among, rng))

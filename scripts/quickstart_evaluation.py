@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ppo_lora import Role, SharedBase
 from quickstart_data import gold_score
@@ -51,27 +50,10 @@ class Reviews:
         return len(set(self.texts))
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the base's tokenizer, padding on the left."""
-    return AutoTokenizer.from_pretrained(folder, padding_side="left")
-
-
 def response_mask(responses: Tensor, eos_token_id: int) -> Tensor:
     """Return [B, T] bool, True up to and including the first stop token of `responses` [B, T]."""
     stops = (responses == eos_token_id).long()
     return stops.cumsum(1) - stops == 0
-
-
-def pair_accuracy(base: SharedBase, tokenizer: PreTrainedTokenizerBase, pairs: Sequence[dict[str, str]]) -> float:
-    """Return the share of preference pairs whose chosen review the reward role scores higher."""
-
-    def scores(key: str) -> Tensor:
-        texts = [pair["prompt"] + pair[key] + tokenizer.eos_token for pair in pairs]
-        batch = tokenizer(texts, return_tensors="pt", padding=True)
-        return base.scores(batch["input_ids"], batch["attention_mask"])
-
-    with torch.no_grad():
-        return (scores("chosen") > scores("rejected")).float().mean().item()
 
 
 def write_reviews(

@@ -22,10 +22,13 @@ import quickstart_base  # noqa: E402
 import quickstart_data  # noqa: E402
 import quickstart_evaluation  # noqa: E402
 import quickstart_report  # noqa: E402
-import quickstart_stages  # noqa: E402
+import recipe_base  # noqa: E402
+import recipe_data  # noqa: E402
+import recipe_evaluation  # noqa: E402
+import recipe_stages  # noqa: E402
 from ppo_lora import Role, SharedBase  # noqa: E402
 
-TINY = quickstart_base.BaseSettings(texts=64, steps=2, batch_size=4, layers=1, heads=2)
+TINY = recipe_base.BaseSettings(texts=64, steps=2, batch_size=4, layers=1, heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +101,10 @@ def test_chosen_reviews_are_better_than_rejected() -> None:
 def test_held_out_products_are_in_no_training_data(tmp_path: Path) -> None:
     quickstart_data.write_data_sets(tmp_path, seed=3, size=256)
     _, held_out = quickstart_data.split_products(seed=3)
-    asked = {row["prompt"] for row in quickstart_data.read_rows(tmp_path / "prompts" / "test.jsonl")}
+    asked = {row["prompt"] for row in recipe_data.read_rows(tmp_path / "prompts" / "test.jsonl")}
     assert len(asked) == len(held_out) * len(quickstart_data.OPENINGS)
     for name in ("sft", "preference", "prompts"):
-        trained = {row["prompt"] for row in quickstart_data.read_rows(tmp_path / name / "train.jsonl")}
+        trained = {row["prompt"] for row in recipe_data.read_rows(tmp_path / name / "train.jsonl")}
         assert not trained & asked
     corpus = quickstart_data.base_corpus(256, seed=3)
     assert not any(text.startswith(tuple(asked)) for text in corpus)
@@ -126,22 +129,22 @@ def test_tokenizer_knows_every_word_and_returns_the_text() -> None:
 
 def test_base_learns() -> None:
     tokenizer = quickstart_base.build_tokenizer()
-    settings = quickstart_base.BaseSettings(texts=256, steps=30, batch_size=8, layers=1, heads=2)
+    settings = recipe_base.BaseSettings(texts=256, steps=30, batch_size=8, layers=1, heads=2)
     torch.manual_seed(0)
-    model = quickstart_base.build_model(settings, tokenizer)
+    model = recipe_base.build_model(settings, tokenizer)
     blocks = quickstart_base.pack_corpus(settings, tokenizer)
     assert blocks.shape[1] == settings.block_tokens
     untrained = model(input_ids=blocks[:8], labels=blocks[:8]).loss.item()
-    assert quickstart_base.train_model(model, blocks, settings) < 0.8 * untrained
+    assert recipe_base.train_model(model, blocks, blocks, settings) < 0.8 * untrained
 
 
 def test_base_is_saved_in_nf4_and_used_again(base_folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(base_folder / "nf4")
     assert model.is_loaded_in_4bit
     assert model.config.quantization_config.bnb_4bit_quant_type == "nf4"
-    assert quickstart_base.is_made(base_folder, TINY)
-    assert not quickstart_base.is_made(base_folder, quickstart_base.BaseSettings())
-    assert not quickstart_base.is_made(base_folder / "nowhere", TINY)
+    assert recipe_base.is_made(base_folder, TINY)
+    assert not recipe_base.is_made(base_folder, recipe_base.BaseSettings())
+    assert not recipe_base.is_made(base_folder / "nowhere", TINY)
 
 
 def test_response_mask_ends_with_the_first_stop_token() -> None:
@@ -153,7 +156,7 @@ def test_response_mask_ends_with_the_first_stop_token() -> None:
 def test_fresh_policy_writes_what_its_reference_writes(base_folder: Path) -> None:
     reward = SharedBase.from_pretrained(str(base_folder / "nf4")).adapter(Role.VALUE)
     base = SharedBase.from_pretrained(str(base_folder / "nf4"), reward=reward)
-    tokenizer = quickstart_evaluation.load_tokenizer(base_folder / "nf4")
+    tokenizer = recipe_evaluation.load_tokenizer(base_folder / "nf4")
     prompts = ["review of the red mug :", "what i think of the green garden chair :"]
     policy, reference = (
         quickstart_evaluation.write_reviews(base, tokenizer, role, prompts, max_new_tokens=6, seed=1)
@@ -177,7 +180,7 @@ def test_pair_accuracy_counts_pairs_in_the_right_order() -> None:
     better, worse = " it is solid .", " it is poor ."
     pairs = [{"prompt": "review of the mug :", "chosen": better, "rejected": worse}] * 3
     pairs += [{"prompt": "review of the mug :", "chosen": worse, "rejected": better}]
-    assert quickstart_evaluation.pair_accuracy(CountsPraise(), tokenizer, pairs) == pytest.approx(0.75)
+    assert recipe_evaluation.pair_accuracy(CountsPraise(), tokenizer, pairs) == pytest.approx(0.75)
 
 
 def test_tables_show_the_numbers_and_the_text_as_it_is(reviews: quickstart_evaluation.Reviews) -> None:
@@ -210,7 +213,7 @@ def test_summary_has_the_promised_keys(reviews: quickstart_evaluation.Reviews) -
 
 def test_failed_stage_shows_its_log_and_command_and_ends_with_its_code(tmp_path: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    stages = quickstart_stages.Stages(console, tmp_path / "logs")
+    stages = recipe_stages.Stages(console, tmp_path / "logs")
     command = [sys.executable, "-c", "print('what [went] wrong'); raise SystemExit(3)"]
     with pytest.raises(SystemExit) as stop, stages.stage("a stage"):
         stages.run("broken", command)
@@ -223,7 +226,7 @@ def test_failed_stage_shows_its_log_and_command_and_ends_with_its_code(tmp_path:
 
 def test_finished_stage_shows_its_time_and_remarks(tmp_path: Path) -> None:
     console = Console(width=200, record=True, file=io.StringIO())
-    stages = quickstart_stages.Stages(console, tmp_path / "logs")
+    stages = recipe_stages.Stages(console, tmp_path / "logs")
     with stages.stage("a stage") as remarks:
         stages.run("fine", [sys.executable, "-c", "print('hello')"])
         remarks.append("99% right")
@@ -248,7 +251,7 @@ def test_configurations_lie_where_the_quickstart_writes(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["trl", "accelerate"])
 def test_programs_of_this_environment_are_found(name: str) -> None:
-    assert Path(quickstart_stages.program(name)).is_file()
+    assert Path(recipe_stages.program(name)).is_file()
 
 
 @pytest.mark.parametrize(("gold_after", "code"), [(0.9, 0), (0.5, 1), (0.4, 1)])

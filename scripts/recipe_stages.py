@@ -1,4 +1,4 @@
-"""How the quickstart runs its stages: child processes without a network, each with its log, and one line a stage."""
+"""How the small recipes run their stages: child processes without a network, each with its log, one line a stage."""
 
 import resource
 import shlex
@@ -13,6 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+SCRIPTS = Path(__file__).resolve().parent
+LAUNCH = ("launch", "--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no")
 LOG_TAIL_LINES = 30
 
 
@@ -34,6 +36,27 @@ def quiet_environment(output_dir: Path) -> dict[str, str]:
 def program(name: str) -> str:
     """Return the path of a console program of this interpreter's environment, also when that is not activated."""
     return str(Path(sysconfig.get_path("scripts")) / name)
+
+
+def trl_command(config: Path, root: Path, data_set: str, seed: int) -> list[str]:
+    """Return the command that runs TRL's command line on `config`, which is named as TRL's command."""
+    return [program("trl"), config.stem, *_options(config, root, data_set, seed)]
+
+
+def ppo_command(config: Path, root: Path, data_set: str, seed: int) -> list[str]:
+    """Return the command that runs scripts/ppo.py on `config`."""
+    return [program("accelerate"), *LAUNCH, str(SCRIPTS / "ppo.py"), *_options(config, root, data_set, seed)]
+
+
+def _options(config: Path, root: Path, data_set: str, seed: int) -> list[str]:
+    """What every training takes: `root` has `base/nf4` and `data`, and gets the results in a folder of the stage."""
+    return [
+        *("--config", str(config)),
+        *("--model_name_or_path", str(root / "base" / "nf4")),
+        *("--dataset_name", str(root / "data" / data_set)),
+        *("--output_dir", str(root / config.stem)),
+        *("--seed", str(seed), "--disable_tqdm", "true"),
+    ]
 
 
 class Stages:
