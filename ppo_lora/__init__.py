@@ -1,9 +1,10 @@
 """PPO for language models on one shared, quantized base with a LoRA adapter per role."""
 
-from .adapters import Adapter, AdapterSource, read_adapter
+from .adapters import Adapter, read_adapter
 from .advantages import generalized_advantage_estimation
 from .config import PPOConfig
 from .heads import ScalarHead
+from .hub import AdapterSource, HubError, hub_errors
 from .logprobs import token_logprobs
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus
 from .masking import masked_mean, masked_var, masked_whiten
@@ -21,6 +22,7 @@ __all__ = [
     "Adapter",
     "AdapterSource",
     "Experience",
+    "HubError",
     "PPOConfig",
     "PPOTrainer",
     "Prompts",
@@ -36,6 +38,7 @@ __all__ = [
     "default_peft_config",
     "entropy_bonus",
     "generalized_advantage_estimation",
+    "hub_errors",
     "kl_penalty",
     "masked_mean",
     "masked_var",

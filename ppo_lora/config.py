@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -57,6 +57,10 @@ class PPOConfig(TrainingArguments):
     )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run model and tokenizer code that comes with a checkpoint."}
+    )
+    allow_pickle: bool = field(
+        default=False,
+        metadata={"help": "Read a base or adapters that have no safetensors. A pickle can run code when it is read."},
     )
     max_prompt_length: int | None = field(
         default=512, metadata={"help": "Longest prompt in tokens; None for no limit. See overlong_prompts."}
@@ -128,6 +132,15 @@ class PPOConfig(TrainingArguments):
         default=None, metadata={"help": "Learning rate of the value adapter and head. Default: learning_rate."}
     )
 
+    # Saving
+    save_value: bool = field(
+        default=True,
+        metadata={
+            "help": "Save and push the value role beside the policy, in the folder `value`; checkpoints always have "
+            "it."
+        },
+    )
+
     # Watching
     log_completions: bool = field(
         default=False, metadata={"help": "Print a table of sample completions at every log and evaluation."}
@@ -150,6 +163,21 @@ class PPOConfig(TrainingArguments):
         if self.total_episodes is not None:
             self.max_steps = self._steps_for(self.total_episodes)
         _check_steps(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without tokens: transformers pickles its arguments into folders that it pushes."""
+        return without_tokens(vars(self))
+
+    def __repr__(self) -> str:
+        """As a dataclass has it, without tokens."""
+        shown = ", ".join(f"{name}={value!r}" for name, value in without_tokens(vars(self)).items())
+        return f"{type(self).__name__}({shown})"
+
+    __str__ = __repr__
+
+    def to_dict(self) -> dict[str, Any]:
+        """See ``TrainingArguments.to_dict``; tokens inside of dicts are taken out too."""
+        return without_tokens(super().to_dict())
 
     @property
     def mini_batch_size(self) -> int:
@@ -195,6 +223,18 @@ class PPOConfig(TrainingArguments):
                 "are given; set one of them."
             )
         return steps
+
+
+def without_tokens(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with every access token in them, dicts in dicts included, replaced by None."""
+    return {
+        name: None if _is_token(name) else without_tokens(value) if isinstance(value, dict) else value
+        for name, value in options.items()
+    }
+
+
+def _is_token(name: str) -> bool:
+    return isinstance(name, str) and (name in ("token", "use_auth_token") or name.endswith("_token"))
 
 
 def _take_new_names(config: PPOConfig) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .config import PPOConfig
 from .data import PromptDataset
+from .hub import hub_errors
 from .shared_base import SharedBase
 
 
@@ -33,16 +34,23 @@ def shared_base(
         return model
     if isinstance(model, str):
         return SharedBase.from_pretrained(
-            model, **adapters, peft_config=peft_config, quantization_config=quantization_config, **args.model_options
+            model,
+            **adapters,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
+            allow_pickle=args.allow_pickle,
+            **args.model_options,
         )
-    return SharedBase(model, **adapters, peft_config=peft_config)
+    return SharedBase(model, **adapters, peft_config=peft_config, allow_pickle=args.allow_pickle)
 
 
 def tokenizer_for(given: Any, model: Any, base: SharedBase, args: PPOConfig) -> PreTrainedTokenizerBase:
     """The tokenizer, checked; a missing pad token becomes EOS, with a warning."""
     if given is None:
         name = model if isinstance(model, str) else base.config.name_or_path
-        given = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+        revision = base.identity.commit or base.identity.revision
+        with hub_errors("tokenizer", name, revision):
+            given = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     if given.eos_token_id is None:
         raise ValueError(
             "The tokenizer has no EOS token, so a response can never end. Set tokenizer.eos_token to the token that "

@@ -15,7 +15,7 @@ from typing import Any
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from ppo_lora import PPOConfig, PPOTrainer
+from ppo_lora import HubError, PPOConfig, PPOTrainer, hub_errors
 
 
 @dataclass
@@ -23,7 +23,11 @@ class PPOScriptArguments(ScriptArguments):
     """What to train on, and where each role and the rewards come from."""
 
     policy_adapter: str | None = field(
-        default=None, metadata={"help": "Adapter to start the policy from (an SFT adapter). Default: a fresh one."}
+        default=None,
+        metadata={
+            "help": "Adapter to start the policy from (an SFT adapter): a folder or `id[@revision][:subfolder]`, as "
+            "all adapters here. Default: a fresh one."
+        },
     )
     reference_adapter: str | None = field(
         default=None, metadata={"help": "Adapter of the reference. Default: the policy as it starts."}
@@ -31,7 +35,7 @@ class PPOScriptArguments(ScriptArguments):
     value_adapter: str | None = field(
         default=None,
         metadata={
-            "help": "'separate' (default; starts from the reward adapter), 'shared' with the policy, or a path."
+            "help": "'separate' (default; starts from the reward adapter), 'shared' with the policy, or an adapter."
         },
     )
     reward_adapter: str | None = field(default=None, metadata={"help": "SEQ_CLS reward adapter for the same base."})
@@ -59,7 +63,8 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    with hub_errors("data set", script_args.dataset_name):
+        dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=[load_function(name) for name in script_args.reward_funcs or []],
@@ -83,4 +88,7 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
 
 if __name__ == "__main__":
     parser = TrlParser((PPOScriptArguments, PPOConfig, ModelConfig))
-    main(*parser.parse_args_and_config(fail_with_unknown_args=True))
+    try:
+        main(*parser.parse_args_and_config(fail_with_unknown_args=True))
+    except HubError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -30,7 +30,7 @@ def test_the_saved_policy_is_plain_peft(tmp_path):
         with torch.no_grad():
             torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=0)
     manifest = json.loads((tmp_path / "run" / "ppo_lora.json").read_text())
-    assert manifest["base"] == folder and set(manifest["roles"]) == {"policy", "reference", "value"}
+    assert manifest["base"]["name"] == folder and set(manifest["roles"]) == {"policy", "reference", "value"}
 
 
 def test_the_saved_value_role_comes_back_bit_for_bit(tmp_path):
