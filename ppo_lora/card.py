@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from peft import LoraConfig
 
 from .curves import draw_curves
 from .identity import BaseIdentity
@@ -22,6 +26,7 @@ _OPTIONS = (
     "max_completion_length", "missing_eos_penalty", "missing_eos_score", "lr_scheduler_type", "bf16", "seed",
 )  # fmt: skip
 _HIDDEN = ("memory/", "time/")
+_SCORES = "objective/scores"
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class CardFacts:
         name: heading.
         location: what a reader loads: the Hub id, or the folder's name.
         base: which base.
+        lora: the policy adapter's configuration.
         roles: by role, where its adapter came from; None for a fresh one.
         reward_weights: by reward source.
         config: the PPOConfig.
@@ -45,6 +51,7 @@ class CardFacts:
     name: str
     location: str
     base: BaseIdentity
+    lora: LoraConfig
     roles: Mapping[str, Origin | None]
     reward_weights: Mapping[str, float]
     config: Any
@@ -62,7 +69,7 @@ def write_card(folder: str | Path, facts: CardFacts) -> None:
     """
     folder = Path(folder)
     base_id, dataset = _published(facts.base.name), _published(facts.dataset)
-    adapters = {origin.source for origin in facts.roles.values() if origin is not None}
+    evaluations, metrics = _last_metrics(facts.history)
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base_id,
@@ -80,10 +87,11 @@ def write_card(folder: str | Path, facts: CardFacts) -> None:
         dataset=dataset,
         value=facts.value,
         roles={role: _start(role, origin) for role, origin in facts.roles.items()},
-        adapters=sorted(adapters),
         reward_weights=facts.reward_weights,
-        options={option: getattr(facts.config, option) for option in _OPTIONS},
-        metrics=_last_metrics(facts.history),
+        lora=facts.lora,
+        options={option: _shown(getattr(facts.config, option)) for option in _OPTIONS},
+        evaluations=evaluations,
+        metrics=metrics,
         curve=CURVE_NAME if draw_curves(facts.history, folder / CURVE_NAME) else None,
         versions=facts.versions,
     )
@@ -92,7 +100,13 @@ def write_card(folder: str | Path, facts: CardFacts) -> None:
 
 def _published(name: str | None) -> str | None:
     """A Hub id as it is; None for a folder of this machine."""
-    return None if name is None or Path(name).exists() or name.count("/") > 1 else name
+    if name is None or Path(name).exists():
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
 
 
 def _linked(name: str, revision: str | None) -> str:
@@ -110,8 +124,26 @@ def _start(role: str, origin: Origin | None) -> str:
     return (_linked(told, origin.revision) if told else "an adapter in a local folder") + content
 
 
-def _last_metrics(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    training = [entry for entry in history if "objective/scores" in entry]
-    evaluation = [entry for entry in history if any(key.startswith("eval_") for key in entry)]
-    last = {key: value for entry in (training[-1:] + evaluation[-1:]) for key, value in entry.items() if "/" in key}
-    return {key: f"{value:.4g}" for key, value in last.items() if not key.startswith(_HIDDEN)}
+def _shown(value: Any) -> Any:
+    return value.value if isinstance(value, Enum) else value
+
+
+def _last_metrics(history: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, list[str]]]:
+    """The last logged numbers: names of the evaluations, and by metric the training's number and each evaluation's."""
+    training: Mapping[str, Any] = next((entry for entry in reversed(history) if _SCORES in entry), {})
+    columns = {"": training, **_last_evaluations(history)}
+    metrics = dict.fromkeys(key for column in columns.values() for key in column)
+    shown = [key for key in metrics if "/" in key and not key.startswith(_HIDDEN)]
+    rows = {key: [f"{column[key]:.4g}" if key in column else "" for column in columns.values()] for key in shown}
+    return list(columns)[1:], rows
+
+
+def _last_evaluations(history: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By evaluation ("eval", or "eval_name" where there are several), its last numbers under training's names."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in history:
+        prefix = next((key[: -len(_SCORES) - 1] for key in entry if key.endswith("_" + _SCORES)), None)
+        if prefix is not None:
+            start = prefix + "_"
+            found[prefix] = {key[len(start) :]: value for key, value in entry.items() if key.startswith(start)}
+    return found

@@ -35,7 +35,8 @@ def new_prefix(given: Collection[str], expected: Collection[str]) -> tuple[str, 
     """The prefix that makes one set of names the other when it is exchanged, as ``(old, new)``.
 
     An adapter that was trained on a bare backbone has ``base_model.model.layers...`` where a causal language model
-    has ``base_model.model.model.layers...``.
+    has ``base_model.model.model.layers...``. What is exchanged ends before the list of layers, so that a layer never
+    becomes another one.
 
     Returns:
         None if no exchange makes the two sets equal.
@@ -44,13 +45,20 @@ def new_prefix(given: Collection[str], expected: Collection[str]) -> tuple[str, 
         return None
     first, wanted = min(given), set(expected)
     parts = first.split(".")
-    for start in range(len(parts)):
+    for start in range(_first_that_stays(parts) + 1):
         suffix = ".".join(parts[start:])
         old = first.removesuffix(suffix)
         for new in sorted(name.removesuffix(suffix) for name in wanted if name.endswith(suffix)):
             if all(name.startswith(old) for name in given) and {new + name[len(old) :] for name in given} == wanted:
                 return old, new
     return None
+
+
+def _first_that_stays(parts: list[str]) -> int:
+    """Index of the list of layers (``layers`` in ``layers.0``), or of the module where there is no such list."""
+    numbered = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    own = next((i for i, part in enumerate(parts) if part.startswith("lora_")), len(parts))
+    return max((own if numbered is None else numbered) - 1, 0)
 
 
 def fitted(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str, base: str) -> dict[str, Tensor]:

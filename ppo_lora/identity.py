@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -124,14 +125,25 @@ def _differences(trained_on: BaseIdentity, base: BaseIdentity) -> list[str]:
     same = _same_place(trained_on.name, base.name)
     if trained_on.name and base.name and not same:
         found.append(f"the base {trained_on.name}, this is {base.name}")
-    theirs = {trained_on.revision, trained_on.commit} - {None}
-    ours = {base.revision or "main", base.commit} - {None}
-    if same and base.name and not Path(base.name).exists() and theirs and not theirs & ours:
-        asked = trained_on.revision or trained_on.commit
-        found.append(f"revision {asked} of {base.name}, this is {base.revision or base.commit or 'main'}")
+    published = same and base.name is not None and not Path(base.name).exists()
+    if published and _other_revision(trained_on, base):
+        theirs, ours = (one.commit or one.revision for one in (trained_on, base))
+        found.append(f"revision {theirs} of {base.name}, this is {ours or 'main'}")
     if None not in (trained_on.quantization, base.quantization) and trained_on.quantization != base.quantization:
         found.append(f"a base with quantization {trained_on.quantization}, this one has {base.quantization}")
     return found
+
+
+def _other_revision(one: BaseIdentity, other: BaseIdentity) -> bool:
+    """Commits are compared where both are known, else names; nothing said is no difference."""
+    commits = [each.commit or (each.revision if _is_commit(each.revision) else None) for each in (one, other)]
+    if None not in commits:
+        return commits[0] != commits[1]
+    return one.revision is not None and one.revision not in (other.revision or "main", other.commit)
+
+
+def _is_commit(revision: str | None) -> bool:
+    return revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
 
 
 def _same_place(one: str | None, other: str | None) -> bool:

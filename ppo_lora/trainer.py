@@ -408,6 +408,7 @@ class PPOTrainer(Trainer):
                 name=model_name or folder.name,
                 location=self.hub_model_id or folder.name,
                 base=self.base.identity,
+                lora=self.base.adapter(Role.POLICY).config,
                 roles={label(role): self.base.adapters.origins[role] for role in self.base.roles},
                 reward_weights=self._reward_description()["weights"],
                 config=self.args,
