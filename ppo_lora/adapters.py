@@ -61,13 +61,16 @@ class Adapter:
     def sha256(self) -> str:
         """A hash of what the adapter computes: tensors, head, ranks and scalings, whatever file they are in."""
         digest = hashlib.sha256()
-        options = {name: getattr(self.config, name) for name in _FUNCTION}
-        digest.update(json.dumps(options, sort_keys=True).encode())
+        digest.update(json.dumps(self.scaling(), sort_keys=True).encode())
         head = {f"{HEAD_NAMES[0]}.{part}": tensor for part, tensor in (self.head or {}).items()}
         for key, tensor in sorted({**self.tensors, **head}.items()):
             digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+    def scaling(self) -> dict[str, Any]:
+        """The options that change what the same tensors compute."""
+        return {name: getattr(self.config, name) for name in _FUNCTION}
 
     def origin(self) -> Origin:
         """For the manifest of what becomes of it."""

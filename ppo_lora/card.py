@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig
 
 from .curves import draw_curves
@@ -100,11 +99,7 @@ def write_card(folder: str | Path, facts: CardFacts) -> None:
 
 def _published(name: str | None) -> str | None:
     """A Hub id as it is; None for a folder of this machine."""
-    if name is None or Path(name).exists():
-        return None
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
+    if name is None or Path(name).exists() or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
         return None
     return name
 

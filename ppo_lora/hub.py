@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datasets.exceptions import DatasetNotFoundError
-from huggingface_hub import file_exists, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import file_exists, hf_hub_download, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -20,6 +20,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+
+_TransferError = HfHubHTTPError.__bases__[0]
+"""The base class of the HTTP library's errors: which library that is differs among the client's versions."""
 
 
 class HubError(OSError):
@@ -101,20 +104,28 @@ class AdapterSource:
 
 
 def check_safetensors(name: str, revision: str | None = None) -> None:
-    """Refuse a model whose weights are only there as a pickle.
+    """Refuse a model without safetensors before its weights are looked for.
+
+    transformers would otherwise read a pickle, or ask a service on the Hub to convert it.
 
     Raises:
-        ValueError: it has ``pytorch_model.bin`` and no safetensors.
+        ValueError: it has no ``model.safetensors``.
+        HubError: the Hub does not give it.
     """
     place = AdapterSource(name, revision)
+    try:
+        place.file("config.json")
+    except FileNotFoundError:
+        return  # not a model: transformers says what it expects
     if any(place.has(f"model.safetensors{index}") for index in ("", ".index.json")):
         return
     if any(place.has(f"pytorch_model.bin{index}") for index in ("", ".index.json")):
         raise ValueError(
-            f"The base {name} has its weights in pytorch_model.bin and not in safetensors. A pickle can run code when "
-            "it is read, so it is refused. Convert it (load it and save_pretrained), or set allow_pickle=True "
+            f"{name} has its weights in pytorch_model.bin and not in safetensors. A pickle can run code when it is "
+            "read, so it is refused. Convert it (load it and save_pretrained), or set allow_pickle=True "
             "(--allow_pickle) if you trust where it comes from."
         )
+    raise ValueError(f"{name} has no weights: no model.safetensors and no model.safetensors.index.json.")
 
 
 def snapshot_commit(path: Path) -> str | None:
@@ -151,7 +162,9 @@ def hub_errors(what: str, name: str, revision: str | None = None) -> Iterator[No
 
 def _explanation(error: Exception, what: str, name: str, revision: str | None) -> str | None:
     for cause in _causes(error):
-        if isinstance(cause, GatedRepoError):
+        # datasets drops the client's exception and keeps its words.
+        gated = isinstance(cause, DatasetNotFoundError) and "is a gated dataset" in str(cause)
+        if gated or isinstance(cause, GatedRepoError):
             return (
                 f"The {what} is gated. Ask for access on its Hub page, then log in with `hf auth login` or set "
                 "HF_TOKEN to a token of the account that got it."
@@ -167,6 +180,8 @@ def _explanation(error: Exception, what: str, name: str, revision: str | None) -
             return _unreachable(error, what)
         if isinstance(cause, HfHubHTTPError) and not isinstance(cause, EntryNotFoundError):
             return f"The Hub answered {cause.response.status_code} for the {what}. Try again later."
+        if isinstance(cause, _TransferError) and not isinstance(cause, HfHubHTTPError):
+            return f"The connection broke while the {what} was loaded ({cause}). Run it again: the download goes on."
     return None
 
 
@@ -179,11 +194,12 @@ def _not_found(what: str, name: str) -> str:
 
 
 def _unreachable(error: Exception, what: str) -> str:
-    offline = any(isinstance(cause, OfflineModeIsEnabled) for cause in _causes(error))
-    answers = [c.response.status_code for c in _causes(error) if isinstance(c, HfHubHTTPError)]
-    why = "offline mode is on (HF_HUB_OFFLINE)" if offline else "the Hub cannot be reached"
-    why = f"the Hub answered {answers[-1]}" if answers else why
-    remedy = "unset HF_HUB_OFFLINE to download it" if offline else "try again when the Hub answers"
+    answers = [cause.response.status_code for cause in _causes(error) if isinstance(cause, HfHubHTTPError)]
+    if is_offline_mode():
+        why, remedy = "offline mode is on (HF_HUB_OFFLINE)", "unset HF_HUB_OFFLINE to download it"
+    else:
+        why = f"the Hub answered {answers[-1]}" if answers else "the Hub cannot be reached"
+        remedy = "try again when it answers"
     return f"The {what} is not in the local cache, and {why}; {remedy}, or give a local folder."
 
 

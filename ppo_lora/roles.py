@@ -124,6 +124,13 @@ class RoleAdapters:
         """
         name = self._own(role)
         what, base = _named(role, adapter), type(self._model).__name__
+        theirs, ours = adapter.scaling(), self.export(role).scaling()
+        if theirs != ours:
+            given, own = ({name: each[name] for name in ours if theirs[name] != ours[name]} for each in (theirs, ours))
+            raise ValueError(
+                f"The {what} has {given}, the role's own adapter {own}, so the same tensors would compute something "
+                "else. Give both the same LoRA configuration."
+            )
         tensors = fitted({k: v for k, v in adapter.tensors.items() if is_lora(k)}, self._tensors(role), what, base)
         whole = {key: tensor for key, tensor in adapter.tensors.items() if not is_lora(key)}
         check_saved_modules(whole, dict(self._model.named_parameters()), what, base)

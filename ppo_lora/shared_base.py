@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .adapters import SHARED, Adapter, AdapterLike, read_roles
 from .heads import OutputHead, ScalarHead
+from .host import TrainableHost
 from .hub import check_safetensors, hub_errors
 from .identity import BaseIdentity
 from .logprobs import token_logprobs
@@ -24,7 +25,6 @@ from .masking import last_true_index, position_ids
 from .preparation import (
     check_base,
     check_head_untouched,
-    enable_checkpointing,
     fresh_config,
     neutral_generation_config,
     remove_dropout,
@@ -32,7 +32,7 @@ from .preparation import (
 from .roles import Role, RoleAdapters, RoleName, label
 
 
-class SharedBase(nn.Module):
+class SharedBase(TrainableHost):
     """One causal language model that is policy, reference, value model and reward model in turn.
 
     Outside of any :meth:`role` it is the policy. The trainable parameters are the policy's and the value's adapters
@@ -80,7 +80,6 @@ class SharedBase(nn.Module):
         self.model = model
         self.compute_dtype: torch.dtype = model.dtype
         self._takes_positions = "position_ids" in signature(self.backbone.forward).parameters
-        self._checkpointed: list[nn.Module] = []
         self.identity = identity or BaseIdentity.of(model)
         self.adapters = RoleAdapters(model, self.identity)
         self.reward_head: ScalarHead | None = None
@@ -121,10 +120,12 @@ class SharedBase(nn.Module):
             model_kwargs["quantization_config"] = quantization_config
             if torch.cuda.is_available():
                 model_kwargs.setdefault("device_map", {"": torch.cuda.current_device()})
+        model_kwargs.setdefault("trust_remote_code", False)  # transformers asks on the terminal otherwise
         revision = model_kwargs.get("revision")
         with hub_errors("base", name_or_path, revision):
             if not allow_pickle:
-                check_safetensors(name_or_path, revision)
+                if not {"variant", "subfolder", "gguf_file"} & model_kwargs.keys():
+                    check_safetensors(name_or_path, revision)
                 model_kwargs["use_safetensors"] = True
             model = AutoModelForCausalLM.from_pretrained(name_or_path, **model_kwargs)
         return cls(model, peft_config=peft_config, identity=BaseIdentity.of(model, revision), **adapters)
@@ -342,55 +343,6 @@ class SharedBase(nn.Module):
     def _head(self, role: RoleName) -> ScalarHead | None:
         return {"value": self.value_head, "reward": self.reward_head}.get(label(role))
 
-    # What transformers.Trainer expects of a model
-
-    @property
-    def config(self) -> Any:
-        """The base's configuration."""
-        return self.model.config
-
-    @property
-    def generation_config(self) -> Any:
-        """The base's generation configuration; neutral but for the special tokens."""
-        return self.model.generation_config
-
-    @property
-    def quantization_method(self) -> Any:
-        """How the base is quantized, or None; Trainer does not move a quantized model."""
-        return getattr(self.model, "quantization_method", None)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the base is."""
-        return self.model.device
-
-    @property
-    def backbone(self) -> PreTrainedModel:
-        """The base without its output head."""
-        return self.model.base_model
-
-    def train(self, mode: bool = True) -> SharedBase:
-        """Stay in evaluation mode: no role has dropout. Checkpointing follows whether gradients are wanted."""
-        return super().train(False)
-
-    def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        """Recompute activations in backward, each under the role that its forward had.
-
-        Raises:
-            ValueError: for ``use_reentrant=True``, or an architecture without checkpointed layers.
-        """
-        self._checkpointed = enable_checkpointing(
-            self.model, activation_checkpointing_kwargs or {}, self._recompute_contexts, **options
-        )
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        """The name of :meth:`activation_checkpointing_enable` in transformers before 5.2x."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
-
     # Building
 
     def _add_roles(self, policy: Any, reference: Any, value: Any, reward: Adapter | None, config: LoraConfig) -> None:
@@ -447,13 +399,7 @@ class SharedBase(nn.Module):
         )
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For torch.utils.checkpoint: nothing around the forward, and its role again around the recomputation."""
         return nullcontext(), self.role(self.adapters.active)
-
-    def _set_checkpointing_layers(self, enabled: bool) -> None:
-        """transformers checkpoints layers that are in training mode; the modules inside them stay without dropout."""
-        for module in self._checkpointed:
-            module.training = enabled
 
     # Passes
 

@@ -117,6 +117,17 @@ def _refused_loads(base: SharedBase):
     yield r"\[5, 5\] in the adapter", Adapter(good.config, {**good.tensors, first: torch.zeros(5, 5)}, good.head)
 
 
+@pytest.mark.parametrize(("option", "value"), [("lora_alpha", 77), ("use_rslora", True), ("alpha_pattern", {"q": 3})])
+def test_tensors_are_not_loaded_under_another_scaling(option, value):
+    base = full_base()
+    before = copied(base.adapter("policy"))
+    other = read_adapter(policy_adapter(**{option: value} if option != "alpha_pattern" else {}))
+    setattr(other.config, option, value)
+    with pytest.raises(ValueError, match=f"The policy adapter .* has .*'{option}': {value}.*, the role's own adapter"):
+        base.load_adapter("policy", other)
+    assert_same_adapter(base.adapter("policy"), before)
+
+
 def test_a_refused_load_changes_nothing():
     base = full_base()
     before = copied(base.adapter("value"))

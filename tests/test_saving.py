@@ -93,6 +93,18 @@ def test_the_policy_is_pushed_with_its_value_role_and_card(tmp_path, monkeypatch
     assert "hf_secret" not in card.content
 
 
+def test_the_value_role_can_be_kept_back(tmp_path):
+    made = trainer(tmp_path, save_value=False, save_strategy="steps", save_steps=4)
+    made.train()
+    made.save_model()
+    made.create_model_card()
+    assert not (tmp_path / "value").exists() and ":value" not in (tmp_path / "README.md").read_text()
+    assert read_adapter(tmp_path / "checkpoint-4" / "value").head is not None
+    again = trainer(tmp_path, save_value=False, max_steps=8)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.state.global_step == 8
+
+
 def test_the_best_checkpoint_comes_back_at_the_end(tmp_path):
     made = trainer(
         tmp_path,
