@@ -82,6 +82,7 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
     trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
     trainer.save_state()
     trainer.save_model(training_args.output_dir)
+    trainer.create_model_card(dataset_name=script_args.dataset_name)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

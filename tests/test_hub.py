@@ -271,6 +271,40 @@ def test_everything_by_hub_id_trains_saves_and_pushes(published, tmp_path):
         assert plain == own
 
 
+def client_pushes(folder):
+    """What is said on making trainers that push, and on pushing."""
+    import os
+
+    from builders import tiny_model
+    from hub_client import caught
+    from runs import trainer
+
+    quiet = {"push_to_hub": True, "disable_tqdm": True}
+    refused = [
+        caught(trainer, f"{folder}/a", tiny_model(), hub_model_id="org/taken", **quiet),
+        caught(trainer, f"{folder}/b", tiny_model(), hub_model_id="someone/x", hub_token="hf_wrong", **quiet),
+    ]
+    made = trainer(f"{folder}/c", tiny_model(), hub_model_id="someone/mine", **quiet)
+    del os.environ["HF_TOKEN"]
+    refused.append(caught(made.push_to_hub, token="hf_wrong"))
+    return refused, sorted(os.listdir(folder)), sorted(os.listdir(f"{folder}/c"))
+
+
+def test_pushes_that_are_refused_say_so(hub, tmp_path):
+    token = hub.add_token("hf_someone", "someone", write=True)
+    (tmp_path / "runs").mkdir()
+    refused, folders, files = run_client(
+        client_pushes, hub, tmp_path / "home", str(tmp_path / "runs"), HF_TOKEN=token
+    ).value
+    for error, name in zip(refused, ("org/taken", "someone/x", "someone/mine"), strict=True):
+        assert error["type"] == "HubError" and REPORT.match(error["message"])
+        assert re.match(
+            rf"The Hub answered 40[13] for the repository {name}: the token is not valid", error["message"]
+        )
+        assert "hf_" not in error["message"].replace("hf_auth", "")
+    assert folders == ["c"] and "adapter_model.safetensors" in files
+
+
 def test_the_script_says_what_is_missing_in_one_line(published, tmp_path):
 
     environment = client_environment(published, tmp_path / "home")
