@@ -14,6 +14,7 @@ from .scorers import Responses, Scorer
 from .shared_base import SharedBase
 from .trainer import PPOTrainer
 from .types import Experience, Prompts, Rollout
+from .verifiers import format_reward, numeric_answer_reward
 
 __version__ = "0.1.0"
 
@@ -35,11 +36,13 @@ __all__ = [
     "clipped_value_loss",
     "default_peft_config",
     "entropy_bonus",
+    "format_reward",
     "generalized_advantage_estimation",
     "kl_penalty",
     "masked_mean",
     "masked_var",
     "masked_whiten",
+    "numeric_answer_reward",
     "read_adapter",
     "token_logprobs",
     "token_rewards",
