@@ -16,6 +16,7 @@ from .shared_base import SharedBase
 from .statistics import best_of_n, best_of_n_kl, bootstrap_interval, distinct_n, win_rate
 from .trainer import PPOTrainer
 from .types import Experience, Prompts, Rollout
+from .verifiers import format_reward, numeric_answer_reward
 
 __version__ = "0.1.0"
 
@@ -42,12 +43,14 @@ __all__ = [
     "default_peft_config",
     "distinct_n",
     "entropy_bonus",
+    "format_reward",
     "generalized_advantage_estimation",
     "hub_errors",
     "kl_penalty",
     "masked_mean",
     "masked_var",
     "masked_whiten",
+    "numeric_answer_reward",
     "read_adapter",
     "token_logprobs",
     "token_rewards",
