@@ -255,6 +255,7 @@ def test_everything_by_hub_id_trains_saves_and_pushes(published, tmp_path):
 
     manifest = json.loads(files["ppo_lora.json"])
     assert manifest["base"]["name"] == "org/base" and len(manifest["base"]["commit"]) == 40
+    assert json.loads(files["adapter_config.json"])["revision"] == manifest["base"]["commit"]
     assert manifest["roles"]["reward"]["source"] == "org/reward@main"
     assert len(manifest["roles"]["policy"]["revision"]) == 40
     card = files["README.md"].decode()
