@@ -49,7 +49,8 @@ def _wide_base(kind: str) -> SharedBase:
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(vocab_size=V_WIDE), quantization_config=quantization(kind)
     )
-    return SharedBase(model, reward=reward_adapter(), peft_config=lora_config())
+    reward = replace(read_adapter(reward_adapter()), trained_on=BaseIdentity())  # of a base with few tokens
+    return SharedBase(model, reward=reward, peft_config=lora_config())
 
 
 @pytest.mark.parametrize("kind", KINDS)
