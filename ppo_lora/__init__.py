@@ -13,6 +13,7 @@ from .rewards import kl_penalty, token_rewards
 from .roles import Role
 from .scorers import Responses, Scorer
 from .shared_base import SharedBase
+from .statistics import best_of_n, best_of_n_kl, bootstrap_interval, distinct_n, win_rate
 from .trainer import PPOTrainer
 from .types import Experience, Prompts, Rollout
 
@@ -33,9 +34,13 @@ __all__ = [
     "Scorer",
     "SharedBase",
     "__version__",
+    "best_of_n",
+    "best_of_n_kl",
+    "bootstrap_interval",
     "clipped_policy_loss",
     "clipped_value_loss",
     "default_peft_config",
+    "distinct_n",
     "entropy_bonus",
     "generalized_advantage_estimation",
     "hub_errors",
@@ -46,4 +51,5 @@ __all__ = [
     "read_adapter",
     "token_logprobs",
     "token_rewards",
+    "win_rate",
 ]
