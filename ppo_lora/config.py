@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import TrainingArguments
@@ -17,6 +17,19 @@ SAMPLING_KWARGS = frozenset(
     {"max_time", "cache_implementation", "cache_config", "prefill_chunk_size", "disable_compile"}
 )
 """`generation_kwargs` that do not change the distribution that is sampled from."""
+
+
+class SamplingOptions(Protocol):
+    """What sampling reads of a configuration, under PPOConfig's names."""
+
+    max_completion_length: int
+    stop_token_ids: list[int] | None
+    local_rollout_forward_batch_size: int
+    trust_remote_code: bool
+
+    @property
+    def generation_options(self) -> dict[str, Any]:
+        """Keyword arguments for ``generate``."""
 
 
 @dataclass
@@ -288,11 +301,11 @@ _MAY_BE_NONE = {*_OPTIONAL_POSITIVE, *_OPTIONAL_POSITIVE_INTEGERS, "missing_eos_
 def _check_numbers(config: PPOConfig) -> None:
     for names, holds, wanted in _NUMBERS:
         for name in names:
-            _check_number(name, getattr(config, name), holds, wanted)
+            check_number(name, getattr(config, name), holds, wanted)
     for weight in config.reward_weights or []:
-        _check_number("reward_weights", weight, lambda number: True, "finite numbers")
+        check_number("reward_weights", weight, lambda number: True, "finite numbers")
     for token in config.stop_token_ids or []:
-        _check_number("stop_token_ids", token, lambda number: isinstance(number, int) and number >= 0, "token ids")
+        check_number("stop_token_ids", token, lambda number: isinstance(number, int) and number >= 0, "token ids")
     for name, choices in (("kl_estimator", sorted(KL_ESTIMATORS)), ("overlong_prompts", ["truncate", "drop"])):
         if getattr(config, name) not in choices:
             raise ValueError(f"{name} is {getattr(config, name)!r}; expected one of {choices}.")
@@ -300,7 +313,8 @@ def _check_numbers(config: PPOConfig) -> None:
         raise ValueError("fp16=True: PPO's ratios overflow in float16. Use bf16=True, or neither for float32.")
 
 
-def _check_number(name: str, number: Any, holds: Callable[[Any], bool], wanted: str) -> None:
+def check_number(name: str, number: Any, holds: Callable[[Any], bool], wanted: str) -> None:
+    """Refuse a number that is not finite or for which ``holds`` is not true; ``wanted`` says what it should be."""
     optional = name in _MAY_BE_NONE
     if number is None and optional:
         return

@@ -7,7 +7,9 @@ and optimizer groups.
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Iterable
 from enum import Enum
 
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
@@ -38,6 +40,25 @@ RoleName = Role | str
 def label(role: RoleName) -> str:
     """A role's or further policy's name as text."""
     return role.value if isinstance(role, Role) else role
+
+
+def check_policy_name(name: str, taken: Iterable[RoleName] = ()) -> None:
+    """Refuse what a further policy cannot be called.
+
+    Args:
+        name: to be.
+        taken: names that there are, besides the four roles'.
+
+    Raises:
+        ValueError: the name is taken, is not made of letters, digits, ``_`` and ``-``, or torch has other use for it.
+    """
+    known = sorted({*map(label, Role), *map(label, taken)})
+    # PEFT keeps adapters in ModuleDicts, whose keys may not be the names of their methods.
+    if not re.fullmatch(r"[\w-]+", name) or name in known or hasattr(nn.ModuleDict(), name):
+        raise ValueError(
+            f"A policy cannot be called {name!r}: expected letters, digits, _ and -, none of {known}, and no name of "
+            "torch's own (as pop or type)."
+        )
 
 
 class RoleAdapters:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
@@ -29,7 +28,7 @@ from .preparation import (
     neutral_generation_config,
     remove_dropout,
 )
-from .roles import Role, RoleAdapters, RoleName, label
+from .roles import Role, RoleAdapters, RoleName, check_policy_name, label
 
 
 class SharedBase(TrainableHost):
@@ -169,13 +168,9 @@ class SharedBase(TrainableHost):
             adapter: a causal adapter; None for the base without one.
 
         Raises:
-            ValueError: the name is taken or not made of letters, digits, ``_`` and ``-``; the adapter does not fit.
+            ValueError: the name is taken or cannot be one; the adapter does not fit.
         """
-        taken = sorted({*map(str, Role), *(label(role) for role in self.roles)})
-        if not re.fullmatch(r"[\w-]+", name) or name in taken:
-            raise ValueError(
-                f"A policy cannot be called {name!r}: expected letters, digits, _ and -, none of {taken}."
-            )
+        check_policy_name(name, self.roles)
         read = read_roles({name: adapter})[name]
         if read is None:
             self.adapters.share(name, None)

@@ -5,17 +5,12 @@ accelerate launch scripts/ppo.py --config configs/quickstart/ppo.yaml [--option 
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from datasets import Dataset, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from ppo_lora import HubError, PPOConfig, PPOTrainer, hub_errors
+from ppo_lora import HubError, PPOConfig, PPOTrainer, hub_errors, load_function
 
 
 @dataclass
@@ -42,16 +37,6 @@ class PPOScriptArguments(ScriptArguments):
     reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "Reward functions by dotted name, such as my_module.my_reward."}
     )
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """A function by its dotted name, also from the working directory."""
-    module, _, attribute = name.rpartition(".")
-    if not module:
-        raise ValueError(f"reward_funcs has {name!r}; expected a dotted name such as my_module.my_reward.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return getattr(importlib.import_module(module), attribute)
 
 
 def load_splits(script_args: PPOScriptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +22,8 @@ from bases import (
     reward_adapter,
 )
 from builders import ARCHITECTURES, padded_batch, tiny_model
-from ppo_lora import SharedBase
+from ppo_lora import SharedBase, read_adapter
+from ppo_lora.identity import BaseIdentity
 
 P, T = 5, 6
 
