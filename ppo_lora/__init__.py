@@ -27,6 +27,7 @@ from .shared_base import SharedBase
 from .statistics import best_of_n, best_of_n_kl, bootstrap_interval, distinct_n, win_rate
 from .trainer import PPOTrainer
 from .types import Experience, Prompts, Rollout
+from .verifiers import format_reward, numeric_answer_reward
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ __all__ = [
     "distinct_n",
     "entropy_bonus",
     "evaluate_policies",
+    "format_reward",
     "generalized_advantage_estimation",
     "hub_errors",
     "kl_penalty",
@@ -68,6 +70,7 @@ __all__ = [
     "masked_mean",
     "masked_var",
     "masked_whiten",
+    "numeric_answer_reward",
     "parse_policies",
     "provenance",
     "read_adapter",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .fitting import plain_names
 from .heads import ScalarHead
-from .hub import AdapterSource, snapshot_commit
+from .hub import AdapterSource, hub_errors, snapshot_commit
 from .identity import BaseIdentity
 from .manifest import MANIFEST_NAME, Manifest, Origin
 
@@ -126,15 +126,27 @@ def read_adapter(source: str | Path | AdapterSource, allow_pickle: bool = False)
         HubError: the Hub does not give it.
     """
     place = AdapterSource.parse(source)
+    with hub_errors("adapter", place.location, place.revision):
+        adapter = _read(place, allow_pickle)
+    if adapter.manifest is not None and adapter.manifest.sha256 != adapter.sha256():
+        raise ValueError(
+            f"The adapter {place} is not what {MANIFEST_NAME} beside it says: its contents have another sha256. It "
+            f"was changed or cut after it was saved; get it again, or delete {MANIFEST_NAME} to take it as it is."
+        )
+    return adapter
+
+
+def _read(place: AdapterSource, allow_pickle: bool) -> Adapter:
     config_path = _required(place, CONFIG_NAME)
     # Everything of one commit, also if the repository changes meanwhile.
     commit = None if place.is_folder else snapshot_commit(config_path)
     pinned = replace(place, revision=commit or place.revision)
     config = _read_config(config_path, place)
-    manifest = Manifest.read(pinned.file(MANIFEST_NAME), str(place)) if pinned.has(MANIFEST_NAME) else None
+    manifest_path = pinned.find(MANIFEST_NAME)
+    manifest = None if manifest_path is None else Manifest.read(manifest_path, str(place))
     tensors, head = _without_head(plain_names(_read_tensors(pinned, place, allow_pickle)))
     named = BaseIdentity(config.base_model_name_or_path, config.revision)
-    adapter = Adapter(
+    return Adapter(
         config=role_config(config),
         tensors=tensors,
         head=head,
@@ -143,27 +155,21 @@ def read_adapter(source: str | Path | AdapterSource, allow_pickle: bool = False)
         trained_on=manifest.base if manifest is not None else named,
         manifest=manifest,
     )
-    if manifest is not None and manifest.sha256 != adapter.sha256():
-        raise ValueError(
-            f"The adapter {place} is not what {MANIFEST_NAME} beside it says: its contents have another sha256. It "
-            f"was changed or cut after it was saved; get it again, or delete {MANIFEST_NAME} to take it as it is."
-        )
-    return adapter
 
 
 def _required(place: AdapterSource, name: str) -> Path:
-    try:
-        return place.file(name)
-    except FileNotFoundError as error:
-        found = ""
-        if place.is_folder:
-            folder = error.args[0].parent
-            found = ", ".join(sorted(p.name for p in folder.iterdir())) if folder.is_dir() else "nothing"
-            place, found = folder, f" (found: {found})"
-        raise ValueError(
-            f"No {name} in {place}{found}. An adapter is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}, as PEFT's "
-            "save_pretrained or `trl sft` and `trl reward` write it."
-        ) from error
+    path = place.find(name)
+    if path is not None:
+        return path
+    where, found = str(place), ""
+    if place.is_folder:
+        folder = Path(place.location) / (place.subfolder or "")
+        names = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "nothing"
+        where, found = str(folder), f" (found: {names})"
+    raise ValueError(
+        f"No {name} in {where}{found}. An adapter is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}, as PEFT's "
+        "save_pretrained or `trl sft` and `trl reward` write it."
+    )
 
 
 def _read_config(path: Path, place: AdapterSource) -> LoraConfig:
@@ -178,14 +184,15 @@ def _read_config(path: Path, place: AdapterSource) -> LoraConfig:
 
 
 def _read_tensors(pinned: AdapterSource, place: AdapterSource, allow_pickle: bool) -> dict[str, Tensor]:
-    pickled = not pinned.has(WEIGHTS_NAME) and pinned.has(PICKLE_NAME)
+    path = pinned.find(WEIGHTS_NAME)
+    pickled = path is None and pinned.has(PICKLE_NAME)
     if pickled and not allow_pickle:
         raise ValueError(
             f"The adapter {place} has {PICKLE_NAME} and no {WEIGHTS_NAME}. A pickle can run code when it is read, so "
             "it is refused. Save the adapter with safetensors (PEFT's default), or set allow_pickle=True "
             "(--allow_pickle) if you trust where it comes from."
         )
-    path = _required(pinned, PICKLE_NAME if pickled else WEIGHTS_NAME)
+    path = path or _required(pinned, PICKLE_NAME if pickled else WEIGHTS_NAME)
     try:
         return torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, SafetensorError) as error:

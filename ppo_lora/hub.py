@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import file_exists, hf_hub_download, is_offline_mode, try_to_load_from_cache
@@ -21,7 +22,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-_TransferError = HfHubHTTPError.__bases__[0]
+_TransferError: type[Exception] = HfHubHTTPError.__bases__[0]
 """The base class of the HTTP library's errors: which library that is differs among the client's versions."""
 
 
@@ -62,37 +63,47 @@ class AdapterSource:
         """Whether it is a folder of this machine."""
         return Path(self.location).is_dir()
 
-    def has(self, name: str) -> bool:
-        """Whether it holds a file, without downloading it."""
-        if self.is_folder:
-            return (self._folder / name).is_file()
-        name = f"{self.subfolder}/{name}" if self.subfolder else name
-        if isinstance(try_to_load_from_cache(self.location, name, revision=self.revision), str):
-            return True
-        try:
-            return file_exists(self.location, name, revision=self.revision)
-        except (HfHubHTTPError, OSError):  # offline, without this file in the cache
-            return False
+    def find(self, name: str) -> Path | None:
+        """Local path of one of its files, downloaded where needed; None if it has no such file.
 
-    def file(self, name: str) -> Path:
-        """Local path of one of its files, downloaded where needed.
-
-        Raises:
-            FileNotFoundError: it has no such file.
-            HubError: the Hub does not give it.
+        The Hub client's own errors come through: see :func:`hub_errors`.
         """
         if self.is_folder:
             path = self._folder / name
-            if not path.is_file():
-                raise FileNotFoundError(path)
-            return path
-        with hub_errors("adapter", self.location, self.revision):
-            try:
-                return Path(hf_hub_download(self.location, name, revision=self.revision, subfolder=self.subfolder))
-            except LocalEntryNotFoundError:
-                raise
-            except EntryNotFoundError as error:
-                raise FileNotFoundError(f"{self}/{name}") from error
+            return path if path.is_file() else None
+        if self._known_absent(name):
+            return None
+        try:
+            return Path(hf_hub_download(self.location, name, revision=self.revision, subfolder=self.subfolder))
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            return None
+
+    def has(self, name: str) -> bool:
+        """Whether it holds a file, without downloading it; False too where the Hub cannot be asked."""
+        if self.is_folder:
+            return (self._folder / name).is_file()
+        if isinstance(self._cached(name), str):
+            return True
+        try:
+            return file_exists(self.location, self._inside(name), revision=self.revision)
+        except (_TransferError, OSError, RuntimeError):
+            return False
+
+    def is_cached(self, name: str) -> bool:
+        """Whether a file is on this machine already."""
+        return self.has(name) if self.is_folder else isinstance(self._cached(name), str)
+
+    def _cached(self, name: str) -> Any:
+        return try_to_load_from_cache(self.location, self._inside(name), revision=self.revision)
+
+    def _known_absent(self, name: str) -> bool:
+        """The cache notes, by commit, which files a repository does not have."""
+        return self.revision is not None and not isinstance(self._cached(name), str | None)
+
+    def _inside(self, name: str) -> str:
+        return f"{self.subfolder}/{name}" if self.subfolder else name
 
     @property
     def _folder(self) -> Path:
@@ -110,14 +121,12 @@ def check_safetensors(name: str, revision: str | None = None) -> None:
 
     Raises:
         ValueError: it has no ``model.safetensors``.
-        HubError: the Hub does not give it.
     """
     place = AdapterSource(name, revision)
-    try:
-        place.file("config.json")
-    except FileNotFoundError:
-        return  # not a model: transformers says what it expects
-    if any(place.has(f"model.safetensors{index}") for index in ("", ".index.json")):
+    weights = [f"model.safetensors{index}" for index in ("", ".index.json")]
+    if any(place.is_cached(file) for file in weights) or place.find("config.json") is None:
+        return  # without a configuration it is no model, and transformers says what it expects
+    if any(place.has(file) for file in weights):
         return
     if any(place.has(f"pytorch_model.bin{index}") for index in ("", ".index.json")):
         raise ValueError(
@@ -179,10 +188,21 @@ def _explanation(error: Exception, what: str, name: str, revision: str | None) -
         if isinstance(cause, (LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError)):
             return _unreachable(error, what)
         if isinstance(cause, HfHubHTTPError) and not isinstance(cause, EntryNotFoundError):
-            return f"The Hub answered {cause.response.status_code} for the {what}. Try again later."
+            return _refused(cause.response.status_code, what)
+        if isinstance(cause, RuntimeError) and "client has been closed" in str(cause):
+            return _unreachable(error, what)  # what huggingface_hub before 2.0 says of a refused connection
         if isinstance(cause, _TransferError) and not isinstance(cause, HfHubHTTPError):
             return f"The connection broke while the {what} was loaded ({cause}). Run it again: the download goes on."
     return None
+
+
+def _refused(status: int, what: str) -> str:
+    if status in (401, 403):
+        return (
+            f"The Hub answered {status} for the {what}: the token is not valid for it. Log in again with "
+            "`hf auth login`, or set HF_TOKEN."
+        )
+    return f"The Hub answered {status} for the {what}. Try again later."
 
 
 def _not_found(what: str, name: str) -> str:

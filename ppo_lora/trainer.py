@@ -32,6 +32,7 @@ from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset, iteration_rows
 from .display import completions_table, print_table
+from .hub import hub_errors
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, policy_statistics
 from .manifest import package_versions
 from .metrics import PhaseClock, RunningMeans
@@ -390,6 +391,24 @@ class PPOTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Trainer's; what the Hub refuses is said in one line, before anything is trained."""
+        with hub_errors("repository", self._repository):
+            super().init_hf_repo(token=token, private=private)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Save and push the policy, its value role if ``save_value``, and the model card; see Trainer's.
+
+        Raises:
+            HubError: the Hub does not take it. Everything is in the output folder by then.
+        """
+        with hub_errors("repository", self._repository):
+            return super().push_to_hub(*args, **kwargs)
+
+    @property
+    def _repository(self) -> str:
+        return self.args.hub_model_id or Path(self.args.output_dir).name
 
     def create_model_card(
         self,

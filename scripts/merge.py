@@ -31,7 +31,6 @@ from merge_sources import (
     find_base,
     find_policy,
     find_tokenizer,
-    has_file,
     loading,
     quantization,
     user_errors,
@@ -232,8 +231,9 @@ def write(
             file.chmod((partial / "config.json").stat().st_mode)
         tokenizer.save_pretrained(partial)
         # llama.cpp reads it for some architectures; transformers 5 does not write it again.
-        if has_file(base, "tokenizer.model") and not (partial / "tokenizer.model").exists():
-            shutil.copyfile(base.file("tokenizer.model"), partial / "tokenizer.model")
+        sentencepiece = base.find("tokenizer.model")
+        if sentencepiece is not None and not (partial / "tokenizer.model").exists():
+            shutil.copyfile(sentencepiece, partial / "tokenizer.model")
         _take_place(partial, output_dir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import EntryNotFoundError
 from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from ppo_lora import AdapterSource, read_adapter
+from ppo_lora import AdapterSource, hub_errors, read_adapter
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json")
 """A folder with one of them has a tokenizer; without, transformers may make one up from the model's type."""
@@ -35,7 +34,7 @@ def user_errors(advice: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, OSError, RuntimeError, EntryNotFoundError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         raise SystemExit(f"{' '.join(str(error).split())} {advice}".strip()) from error
 
 
@@ -53,7 +52,9 @@ def find_policy(adapter: str) -> Policy:
     source = AdapterSource.parse(adapter)
     with user_errors("Give --adapter a folder or a Hub id that PEFT, `trl sft` or scripts/ppo.py wrote."):
         read = read_adapter(source)
-        folder = source.file("adapter_config.json").parent
+        config_path = source.find("adapter_config.json")
+        assert config_path is not None  # it was just read
+        folder = config_path.parent
         config = PeftConfig.from_pretrained(str(folder))
     if read.head is not None or config.task_type not in ("CAUSAL_LM", None):
         raise SystemExit(
@@ -84,7 +85,8 @@ def quantization(base: AdapterSource, trust_remote_code: bool) -> str | None:
     Raises:
         SystemExit: it has no configuration that transformers knows.
     """
-    with user_errors("Name the base with --model_name_or_path: a folder, a Hub id, or id@revision."):
+    advice = "Name the base with --model_name_or_path: a folder, a Hub id, or id@revision."
+    with user_errors(advice), hub_errors("base", base.location, base.revision):
         config: Any = AutoConfig.from_pretrained(base.location, **loading(base, trust_remote_code))
     for each in (config, config.get_text_config()):
         found = getattr(each, "quantization_config", None)
@@ -123,16 +125,8 @@ def find_tokenizer(policy: Policy, base: AdapterSource, trust_remote_code: bool)
     """
     advice = "Put the base's tokenizer (tokenizer.save_pretrained) into the adapter's or the base's folder."
     places = (policy.source, base)
-    source = next((place for place in places if any(has_file(place, name) for name in TOKENIZER_FILES)), None)
+    source = next((place for place in places if any(place.has(name) for name in TOKENIZER_FILES)), None)
     if source is None:
         raise SystemExit(f"Neither the adapter {policy.source} nor the base {base} has a tokenizer. {advice}")
     with user_errors(advice):
         return AutoTokenizer.from_pretrained(source.location, **loading(source, trust_remote_code))
-
-
-def has_file(source: AdapterSource, name: str) -> bool:
-    """Whether the folder, or the repository on the Hub, has a file of that name."""
-    try:
-        return source.file(name).is_file()
-    except (ValueError, EntryNotFoundError):
-        return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from ppo_lora import HubError, PPOConfig, PPOTrainer, hub_errors, load_function
@@ -39,6 +39,22 @@ class PPOScriptArguments(ScriptArguments):
     )
 
 
+def load_splits(script_args: PPOScriptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:
+    """The prompts to train on and, where it is asked for, those to evaluate on."""
+    name = script_args.dataset_name
+    with hub_errors("data set", name):
+        dataset = load_dataset(name, name=script_args.dataset_config)
+    wanted = [script_args.dataset_train_split, *([script_args.dataset_test_split] if evaluates else [])]
+    for split in wanted:
+        if split not in dataset:
+            raise ValueError(
+                f"The data set {name} has the splits {sorted(dataset)}, not {split!r}. Name one with "
+                "--dataset_train_split or --dataset_test_split."
+            )
+    train, *test = (dataset[split] for split in wanted)
+    return train, test[0] if test else None
+
+
 def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: ModelConfig) -> None:
     """Build the trainer from the arguments, train, save."""
     model_args.use_peft = True
@@ -48,14 +64,13 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    with hub_errors("data set", script_args.dataset_name):
-        dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    train_dataset, eval_dataset = load_splits(script_args, training_args.eval_strategy != "no")
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=[load_function(name) for name in script_args.reward_funcs or []],
         args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
         policy_adapter=script_args.policy_adapter,
@@ -67,6 +82,7 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
     trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
     trainer.save_state()
     trainer.save_model(training_args.output_dir)
+    trainer.create_model_card(dataset_name=script_args.dataset_name)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

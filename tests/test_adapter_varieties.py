@@ -382,6 +382,14 @@ def test_a_pickled_base_is_refused_unless_it_is_asked_for(tmp_path):
     assert torch.equal(base.logprobs("reference", ids, mask, T), make_base().logprobs("reference", ids, mask, T))
 
 
+def test_a_pickled_base_in_a_subfolder_is_refused_too(tmp_path):
+    folder = Path(shutil.copytree(model_folder("llama"), tmp_path / "models" / "base"))
+    torch.save(plain_model().state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="model.safetensors"):
+        SharedBase.from_pretrained(str(folder.parent), subfolder="base", peft_config=lora_config())
+
+
 # Broken files
 
 

@@ -96,6 +96,13 @@ def test_a_folder_that_is_gone_is_no_hub_id(tmp_path, facts, name):
     assert name not in _card(tmp_path, replace(facts, base=BaseIdentity(name)))
 
 
+def test_a_folder_with_a_name_like_an_id_is_a_folder(tmp_path, facts, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "base").mkdir(parents=True)
+    text = _card(tmp_path, facts)
+    assert "on a local base" in text and "huggingface.co/org/base" not in text
+
+
 def test_without_its_value_role_the_card_does_not_promise_one(tmp_path, facts):
     text = _card(tmp_path, replace(facts, value=False))
     assert ":value" not in text and "folder `value`" not in text

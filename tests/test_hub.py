@@ -19,6 +19,7 @@ from bases import policy_adapter, reward_adapter
 from builders import prompts, save_tiny_model
 from hub_client import ClientFailed, client_environment, run_client, write_files
 from launch import launch_ppo
+from ppo_lora import SharedBase
 
 REPORT = re.compile(r"^[^\n]{20,400}$")
 
@@ -121,22 +122,24 @@ def test_a_hub_that_does_not_answer_is_said_in_one_line(published, tmp_path):
     published.up()
 
 
-def client_scores(reward, policy):
-    """Scores and log-probabilities on the published base, and what is known of where the roles came from."""
+def client_scores(pairs):
+    """Scores and log-probabilities of (reward, policy) on the published base, and where the roles came from."""
     import torch
 
     from bases import lora_config
     from ppo_lora import SharedBase
 
-    base = SharedBase.from_pretrained("org/base", policy=policy, reward=reward, peft_config=lora_config())
-    ids = torch.arange(3, 43).reshape(4, 10)
-    origins = {str(role.value): origin and origin.revision for role, origin in base.adapters.origins.items()}
-    return {
-        "scores": base.scores(ids, torch.ones_like(ids)).tolist(),
-        "logprobs": base.logprobs("policy", ids, torch.ones_like(ids), 5).tolist(),
-        "commits": origins,
-        "base": base.identity.commit,
-    }
+    def seen(reward, policy):
+        base = SharedBase.from_pretrained("org/base", policy=policy, reward=reward, peft_config=lora_config())
+        ids = torch.arange(3, 43).reshape(4, 10)
+        return {
+            "scores": base.scores(ids, torch.ones_like(ids)).tolist(),
+            "logprobs": base.logprobs("policy", ids, torch.ones_like(ids), 5).tolist(),
+            "commits": {role.value: origin.revision for role, origin in base.adapters.origins.items()},
+            "base": base.identity.commit,
+        }
+
+    return [seen(*pair) for pair in pairs]
 
 
 def test_each_role_comes_from_its_revision_and_subfolder(published, tmp_path):
@@ -146,38 +149,35 @@ def test_each_role_comes_from_its_revision_and_subfolder(published, tmp_path):
     second = _published(hub, folder / "r2", "org/versions", reward_adapter(seed=6))
     shutil.copytree(folder / "sft", folder / "nested" / "deep" / "policy")
     nested = hub.add_model("org/nested", folder / "nested", revision="dev")
-    policy = "org/nested@dev:deep/policy"
-    at_v1 = run_client(client_scores, hub, tmp_path / "home", "org/versions@v1", policy).value
-    newest = run_client(client_scores, hub, tmp_path / "home", "org/versions", policy).value
+    rewards = ["org/versions@v1", "org/versions", f"org/versions@{first}", str(folder / "r2")]
+    policies = ["org/nested@dev:deep/policy"] * 3 + [str(folder / "sft")]
+    pairs = list(zip(rewards, policies, strict=True))
+    at_v1, newest, by_commit, local = run_client(client_scores, hub, tmp_path / "home", pairs).value
     assert at_v1["commits"]["reward"] == at_v1["commits"]["value"] == first
     assert newest["commits"]["reward"] == second != first
     assert newest["commits"]["policy"] == newest["commits"]["reference"] == nested
+    assert local["commits"]["reward"] is None
     assert at_v1["base"] == newest["base"] and len(newest["base"]) == 40
     assert at_v1["logprobs"] == newest["logprobs"] and at_v1["scores"] != newest["scores"]
-    by_commit = run_client(client_scores, hub, tmp_path / "home", f"org/versions@{first}", policy).value
     assert by_commit["scores"] == at_v1["scores"]
-    local = run_client(client_scores, hub, tmp_path / "home", str(folder / "r2"), str(folder / "sft")).value
     assert local["scores"] == newest["scores"] and local["logprobs"] == newest["logprobs"]
 
 
 def test_a_cut_download_is_made_whole_and_the_cache_serves_offline(published, tmp_path):
     """huggingface_hub 2.4 tries again by itself; 1.3 leaves that to the user, who is told so."""
-    hub = published
+    hub, pairs = published, [("org/reward", "org/sft")]
     hub.cut("org/reward", "adapter_model.safetensors", after=5000)
     try:
-        run_client(client_scores, hub, tmp_path / "home", "org/reward", "org/sft")
+        online = run_client(client_scores, hub, tmp_path / "home", pairs).value
     except ClientFailed as error:
         assert re.search("HubError: The connection broke while the adapter org/reward was loaded .*again", str(error))
-    online = run_client(client_scores, hub, tmp_path / "home", "org/reward", "org/sft").value
+        online = run_client(client_scores, hub, tmp_path / "home", pairs).value
     transfers = [seen for seen in hub.seen("GET", "adapter_model.safetensors") if seen.status in (200, 206)]
     assert len(transfers) == 3  # the reward's twice, the policy's once, and nothing again that was whole
     hub.down()
     for environment in ({"HF_HUB_OFFLINE": "1"}, {}):
-        again = run_client(client_scores, hub, tmp_path / "home", "org/reward", "org/sft", **environment).value
-        assert again == online
+        assert run_client(client_scores, hub, tmp_path / "home", pairs, **environment).value == online
     hub.up()
-    fresh = run_client(client_scores, hub, tmp_path / "other home", "org/reward", "org/sft").value
-    assert fresh == online
 
 
 def client_custom_code():
@@ -208,24 +208,17 @@ def test_no_code_from_the_hub_is_run(hub, tmp_path):
 # All of it by id, and back to the Hub
 
 
-def client_policy_logits(name, own):
-    """The policy's logits: in plain PEFT by id, or as the trained run has them on disk."""
+def client_policy_logprobs(name):
+    """The published policy's log-probabilities in plain PEFT, loaded in both ways."""
     import torch
     from peft import AutoPeftModelForCausalLM, PeftModel
     from transformers import AutoModelForCausalLM
 
-    from ppo_lora import SharedBase
-
     ids = torch.arange(3, 43).reshape(4, 10)
+    automatic = AutoPeftModelForCausalLM.from_pretrained(name)
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base"), name)
     with torch.no_grad():
-        if own:
-            base = SharedBase.from_pretrained("org/base", policy=name)
-            return [torch.log_softmax(base.model(ids).logits, dim=-1).tolist()]
-        plain = [
-            AutoPeftModelForCausalLM.from_pretrained(name),
-            PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base"), name),
-        ]
-        return [torch.log_softmax(model.eval()(ids).logits, dim=-1).tolist() for model in plain]
+        return [torch.log_softmax(model.eval()(ids).logits, dim=-1).tolist() for model in (automatic, plain)]
 
 
 def test_everything_by_hub_id_trains_saves_and_pushes(published, tmp_path):
@@ -262,6 +255,7 @@ def test_everything_by_hub_id_trains_saves_and_pushes(published, tmp_path):
 
     manifest = json.loads(files["ppo_lora.json"])
     assert manifest["base"]["name"] == "org/base" and len(manifest["base"]["commit"]) == 40
+    assert json.loads(files["adapter_config.json"])["revision"] == manifest["base"]["commit"]
     assert manifest["roles"]["reward"]["source"] == "org/reward@main"
     assert len(manifest["roles"]["policy"]["revision"]) == 40
     card = files["README.md"].decode()
@@ -271,10 +265,45 @@ def test_everything_by_hub_id_trains_saves_and_pushes(published, tmp_path):
     start = load_file(tmp_path / "published" / "sft" / "adapter_model.safetensors")
     trained = load_file(tmp_path / "policy" / "adapter_model.safetensors")
     assert any(not torch.equal(start[name], trained[name]) for name in start)
-    (own,) = run_client(client_policy_logits, hub, tmp_path / "home", str(tmp_path / "policy"), True).value
-    for home in ("home", "new home"):
-        for plain in run_client(client_policy_logits, hub, tmp_path / home, "someone/policy", False).value:
-            assert plain == own
+    with pytest.warns(UserWarning, match="trained on the base org/base, this is"), torch.no_grad():
+        base = SharedBase.from_pretrained(str(tmp_path / "published" / "base"), policy=tmp_path / "policy")
+        own = torch.log_softmax(base.model(torch.arange(3, 43).reshape(4, 10)).logits, dim=-1).tolist()
+    for plain in run_client(client_policy_logprobs, hub, tmp_path / "new home", "someone/policy").value:
+        assert plain == own
+
+
+def client_pushes(folder):
+    """What is said on making trainers that push, and on pushing."""
+    import os
+
+    from builders import tiny_model
+    from hub_client import caught
+    from runs import trainer
+
+    quiet = {"push_to_hub": True, "disable_tqdm": True}
+    refused = [
+        caught(trainer, f"{folder}/a", tiny_model(), hub_model_id="org/taken", **quiet),
+        caught(trainer, f"{folder}/b", tiny_model(), hub_model_id="someone/x", hub_token="hf_wrong", **quiet),
+    ]
+    made = trainer(f"{folder}/c", tiny_model(), hub_model_id="someone/mine", **quiet)
+    del os.environ["HF_TOKEN"]
+    refused.append(caught(made.push_to_hub, token="hf_wrong"))
+    return refused, sorted(os.listdir(folder)), sorted(os.listdir(f"{folder}/c"))
+
+
+def test_pushes_that_are_refused_say_so(hub, tmp_path):
+    token = hub.add_token("hf_someone", "someone", write=True)
+    (tmp_path / "runs").mkdir()
+    refused, folders, files = run_client(
+        client_pushes, hub, tmp_path / "home", str(tmp_path / "runs"), HF_TOKEN=token
+    ).value
+    for error, name in zip(refused, ("org/taken", "someone/x", "someone/mine"), strict=True):
+        assert error["type"] == "HubError" and REPORT.match(error["message"])
+        assert re.match(
+            rf"The Hub answered 40[13] for the repository {name}: the token is not valid", error["message"]
+        )
+        assert "hf_" not in error["message"].replace("hf_auth", "")
+    assert folders == ["c"] and "adapter_model.safetensors" in files
 
 
 def test_the_script_says_what_is_missing_in_one_line(published, tmp_path):

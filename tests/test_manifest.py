@@ -171,6 +171,15 @@ def test_a_run_does_not_resume_with_other_roles(saved, role):
     assert all(torch.equal(a, b) for a, b in zip(base.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("folder", ["", "value"])
+def test_a_value_role_of_another_run_is_refused(saved, folder):
+    base = make_base(policy=policy_adapter(), reward=reward_adapter())
+    load_roles(saved, base, SCHEDULE)
+    _write(saved / folder, schedule={**SCHEDULE, "batch_size": 17})
+    with pytest.raises(ValueError, match="was made with .*17.*, this run has .*16"):
+        load_roles(saved, base, SCHEDULE)
+
+
 def test_a_run_without_its_reward_adapter_is_told(saved):
     base = make_base(policy=policy_adapter())
     with pytest.raises(ValueError, match="reward adapter .*, this run has none, whose"):

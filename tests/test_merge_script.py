@@ -452,7 +452,7 @@ def test_adapters_that_cannot_be_read_are_refused(tmp_path):
     tensors = load_file(adapter / "adapter_model.safetensors")
     (adapter / "adapter_model.safetensors").unlink()
     torch.save(tensors, adapter / "adapter_model.bin")
-    assert "No adapter_model.safetensors" in refused(adapter, tmp_path / "merged")
+    assert "adapter_model.bin and no adapter_model.safetensors" in refused(adapter, tmp_path / "merged")
 
 
 def test_bases_that_cannot_be_used_are_refused(tmp_path):
