@@ -107,7 +107,11 @@ class RoleAdapters:
             parameter.data = parameter.data.float()  # PEFT before 0.19 gives further adapters the base's dtype
         self.origins[role] = start.origin() if isinstance(start, Adapter) else None
         if isinstance(start, Adapter):
-            self.load(role, start)
+            try:
+                self.load(role, start)
+            except ValueError:
+                del self._names[role], self.origins[role]
+                raise
 
     def _wrap(self, role: RoleName, config: LoraConfig, what: str) -> None:
         try:

@@ -172,11 +172,13 @@ class SharedBase(TrainableHost):
         """
         check_policy_name(name, self.roles)
         read = read_roles({name: adapter})[name]
-        if read is None:
-            self.adapters.share(name, None)
-        else:
-            self.adapters.add(name, read)
-        self._settle()
+        try:
+            if read is None:
+                self.adapters.share(name, None)
+            else:
+                self.adapters.add(name, read)
+        finally:
+            self._settle()
 
     def trainable_parameters(self) -> dict[Role, list[nn.Parameter]]:
         """The parameters that training changes, by role. With a shared value adapter the value has its head only."""

@@ -392,10 +392,10 @@ class PPOTrainer(Trainer):
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's; what the Hub refuses is said in one line, before anything is trained."""
         with hub_errors("repository", self._repository):
-            super().init_hf_repo(token=token, private=private)
+            super().init_hf_repo(*args, **kwargs)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         """Save and push the policy, its value role if ``save_value``, and the model card; see Trainer's.

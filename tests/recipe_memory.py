@@ -70,6 +70,7 @@ def _stage_bytes(stage: str, options: dict[str, Any]) -> float:
     config = AutoConfig.for_model(kind, **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()  # transformers 5.0 does not, on the meta device
     head = model.get_output_embeddings()
     linear = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
     adapter = sum(options["lora_r"] * (module.in_features + module.out_features) for module in linear)

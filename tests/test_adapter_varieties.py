@@ -222,6 +222,7 @@ def test_an_adapter_on_the_embeddings_works(tmp_path):
     [(role, name) for role in Role for name in ("embed_tokens", "norm")]
     + [("policy", "lm_head"), ("reference", "lm_head")],
 )
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
 def test_modules_that_were_trained_whole_are_refused(tmp_path, role, name):
     role = str(getattr(role, "value", role))
     auto = AutoModelForCausalLM if role in ("policy", "reference") else AutoModelForSequenceClassification

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from bases import assert_close, full_base, make_base, policy_adapter
 from builders import padded_batch
-from ppo_lora import Role
+from ppo_lora import Role, read_adapter
 
 T = 6
 
@@ -73,6 +75,14 @@ def test_an_unknown_policy_is_named_with_those_there_are():
 @pytest.mark.filterwarnings("ignore:The other adapter .* was trained on the base")
 def test_an_adapter_that_does_not_fit_leaves_no_policy_behind():
     base = make_base()
-    with pytest.raises(ValueError, match="The other adapter .* does not fit"):
-        base.add_policy("other", policy_adapter("gpt2"))
+    trainable = {id(p) for p in base.parameters() if p.requires_grad}
+    ids, mask = padded_batch()
+    before = base.logprobs("policy", ids, mask, T)
+    for misfit in (policy_adapter("gpt2"), policy_adapter(r=2, target_modules=("q_proj",))):
+        adapter = read_adapter(misfit)
+        adapter = replace(adapter, tensors=dict(list(adapter.tensors.items())[1:]))
+        with pytest.raises(ValueError, match="The other adapter .* does not fit"):
+            base.add_policy("other", adapter)
+    assert {id(p) for p in base.parameters() if p.requires_grad} == trainable
+    assert torch.equal(base.logprobs("policy", ids, mask, T), before)
     assert "other" not in [getattr(role, "value", role) for role in base.roles]
