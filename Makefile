@@ -6,6 +6,7 @@ VENV_OLDEST ?= .venv-oldest
 WORKERS ?= 2
 PYTEST_ARGS ?=
 QUICKSTART_ARGS ?=
+ARITHMETIC_ARGS ?=
 
 # The newest versions (TRL from 1.15 on, for one) need Python 3.11; on 3.10 the oldest are installed.
 CONSTRAINTS ?= $(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.version_info >= (3, 11) else 'constraints-oldest.txt')")
@@ -14,16 +15,19 @@ CONSTRAINTS ?= $(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.
 TEST_ENV = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-oldest lint soak
+.PHONY: help install quickstart arithmetic test test-oldest lint soak
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) PYTEST_ARGS=... QUICKSTART_ARGS=..."
+	@echo "Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) PYTEST_ARGS=... QUICKSTART_ARGS=... ARITHMETIC_ARGS=..."
 
 install: $(VENV)/.installed  ## make .venv with the package and everything the tests need
 
 quickstart: $(VENV)/.installed  ## all of RLHF on a tiny model, offline, into runs/quickstart/
 	$(VENV)/bin/python scripts/quickstart.py $(QUICKSTART_ARGS)
+
+arithmetic: $(VENV)/.installed  ## PPO with checked answers teaches a tiny model to add, offline, into runs/arithmetic/
+	$(VENV)/bin/python scripts/arithmetic.py $(ARITHMETIC_ARGS)
 
 test: $(VENV)/.installed  ## all tests but the long ones, on two cores
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)

@@ -6,75 +6,75 @@ Every adapter folder here is a plain PEFT folder. A value or reward adapter is a
 
 from __future__ import annotations
 
+import hashlib
 import json
+import pickle
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
+import torch
 from peft import LoraConfig, PeftConfig
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .fitting import plain_names
 from .heads import ScalarHead
+from .hub import AdapterSource, hub_errors, snapshot_commit
+from .identity import BaseIdentity
+from .manifest import MANIFEST_NAME, Manifest, Origin
 
 WEIGHTS_NAME = "adapter_model.safetensors"
+PICKLE_NAME = "adapter_model.bin"
 CONFIG_NAME = "adapter_config.json"
 HEAD_NAMES = ("score", "classifier")
 _PREFIX = "base_model.model."
-
-
-@dataclass(frozen=True)
-class AdapterSource:
-    """Where an adapter comes from: a local folder, or a Hub id with a revision and a subfolder."""
-
-    location: str
-    revision: str | None = None
-    subfolder: str | None = None
-
-    @classmethod
-    def parse(cls, source: str | Path | AdapterSource) -> AdapterSource:
-        """Take a folder, ``id`` or ``id@revision``."""
-        if isinstance(source, AdapterSource):
-            return source
-        text = str(source)
-        if Path(text).is_dir() or "@" not in text:
-            return cls(text)
-        location, revision = text.rsplit("@", 1)
-        return cls(location, revision)
-
-    def file(self, name: str) -> Path:
-        """Local path of one of its files, downloaded where needed.
-
-        Raises:
-            ValueError: the folder has no such file.
-        """
-        folder = Path(self.location)
-        if not folder.is_dir():
-            return Path(hf_hub_download(self.location, name, revision=self.revision, subfolder=self.subfolder))
-        path = folder / (self.subfolder or "") / name
-        if not path.is_file():
-            found = ", ".join(sorted(p.name for p in path.parent.iterdir())) if path.parent.is_dir() else "nothing"
-            raise ValueError(
-                f"No {name} in {path.parent} (found: {found}). An adapter is a folder with {CONFIG_NAME} and "
-                f"{WEIGHTS_NAME}, as PEFT's save_pretrained or `trl sft` and `trl reward` write it."
-            )
-        return path
-
-    def __str__(self) -> str:
-        return self.location + (f"@{self.revision}" if self.revision else "")
+_FUNCTION = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+"""Options that change what an adapter computes with the same tensors."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter's configuration and tensors, PEFT's key names, and the scalar head that came with it, if any."""
+    """An adapter's configuration and tensors, PEFT's key names, and the scalar head that came with it, if any.
+
+    Attributes:
+        config: with the head taken out of ``modules_to_save``.
+        tensors: by PEFT's names, without the head's.
+        head: ``weight`` and, where there is one, ``bias``.
+        source: where it was read; None if it was made in memory.
+        revision: the commit it was read at, on the Hub.
+        trained_on: the base, as far as the adapter's files tell.
+        manifest: what ppo_lora wrote beside it.
+    """
 
     config: LoraConfig
     tensors: Mapping[str, Tensor]
     head: Mapping[str, Tensor] | None = None
     source: str | None = None
+    revision: str | None = None
+    trained_on: BaseIdentity = BaseIdentity()
+    manifest: Manifest | None = None
+
+    def sha256(self) -> str:
+        """A hash of what the adapter computes: tensors, head, ranks and scalings, whatever file they are in."""
+        digest = hashlib.sha256()
+        digest.update(json.dumps(self.scaling(), sort_keys=True).encode())
+        head = {f"{HEAD_NAMES[0]}.{part}": tensor for part, tensor in (self.head or {}).items()}
+        for key, tensor in sorted({**self.tensors, **head}.items()):
+            digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def scaling(self) -> dict[str, Any]:
+        """The options that change what the same tensors compute."""
+        return {name: getattr(self.config, name) for name in _FUNCTION}
+
+    def origin(self) -> Origin:
+        """For the manifest of what becomes of it."""
+        return Origin(self.source or "memory", self.revision, self.sha256())
 
     def scalar_head(self, hidden_size: int) -> ScalarHead:
         """The head as a module.
@@ -88,6 +88,11 @@ class Adapter:
                 "Expected a SEQ_CLS adapter whose file holds its head, as `trl reward` writes with "
                 "`lora_task_type: SEQ_CLS` and `lora_modules_to_save: [score]`; a head made up at random would give "
                 "meaningless scores."
+            )
+        if not {"weight"} <= self.head.keys() <= {"weight", "bias"}:
+            raise ValueError(
+                f"The head of {self.source} has the tensors {sorted(self.head)}; expected one linear layer (weight "
+                "and perhaps bias), as transformers' sequence classifiers have. Heads of several layers are not known."
             )
         weight = self.head["weight"]
         if weight.shape[0] != 1:
@@ -109,50 +114,124 @@ SHARED, SEPARATE = "shared", "separate"
 AdapterLike = str | Path | AdapterSource | Adapter
 
 
-def read_adapter(source: str | Path | AdapterSource) -> Adapter:
+def read_adapter(source: str | Path | AdapterSource, allow_pickle: bool = False) -> Adapter:
     """Read a LoRA adapter, its head taken apart from its other tensors.
 
     Args:
-        source: a local folder, a Hub id, or ``id@revision``. Only safetensors are read.
+        source: a local folder, or a Hub id, as ``id[@revision][:subfolder]``.
+        allow_pickle: read ``adapter_model.bin`` where there are no safetensors.
 
     Raises:
-        ValueError: files are missing, or it is not a LoRA adapter.
+        ValueError: files are missing, broken or changed since they were saved, or it is not a LoRA adapter.
+        HubError: the Hub does not give it.
     """
     place = AdapterSource.parse(source)
-    raw = json.loads(place.file(CONFIG_NAME).read_text())
-    if raw.get("peft_type") != "LORA":
-        raise ValueError(f"{place} is a {raw.get('peft_type')} adapter; only LoRA adapters can share the base.")
-    config = PeftConfig.from_pretrained(str(place.file(CONFIG_NAME).parent))
-    tensors = load_file(place.file(WEIGHTS_NAME))
-    head_keys = {key: part for key in tensors if (part := _head_part(key))}
+    with hub_errors("adapter", place.location, place.revision):
+        adapter = _read(place, allow_pickle)
+    if adapter.manifest is not None and adapter.manifest.sha256 != adapter.sha256():
+        raise ValueError(
+            f"The adapter {place} is not what {MANIFEST_NAME} beside it says: its contents have another sha256. It "
+            f"was changed or cut after it was saved; get it again, or delete {MANIFEST_NAME} to take it as it is."
+        )
+    return adapter
+
+
+def _read(place: AdapterSource, allow_pickle: bool) -> Adapter:
+    config_path = _required(place, CONFIG_NAME)
+    # Everything of one commit, also if the repository changes meanwhile.
+    commit = None if place.is_folder else snapshot_commit(config_path)
+    pinned = replace(place, revision=commit or place.revision)
+    config = _read_config(config_path, place)
+    manifest_path = pinned.find(MANIFEST_NAME)
+    manifest = None if manifest_path is None else Manifest.read(manifest_path, str(place))
+    tensors, head = _without_head(plain_names(_read_tensors(pinned, place, allow_pickle)))
+    named = BaseIdentity(config.base_model_name_or_path, config.revision)
     return Adapter(
         config=role_config(config),
-        tensors={key: tensor for key, tensor in tensors.items() if key not in head_keys},
-        head={part: tensors[key] for key, part in head_keys.items()} or None,
+        tensors=tensors,
+        head=head,
         source=str(place),
+        revision=commit,
+        trained_on=manifest.base if manifest is not None else named,
+        manifest=manifest,
     )
 
 
-def check_words(given: dict[str, AdapterLike | None]) -> None:
-    """Refuse "shared" and "separate" for roles other than the value."""
+def _required(place: AdapterSource, name: str) -> Path:
+    path = place.find(name)
+    if path is not None:
+        return path
+    where, found = str(place), ""
+    if place.is_folder:
+        folder = Path(place.location) / (place.subfolder or "")
+        names = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "nothing"
+        where, found = str(folder), f" (found: {names})"
+    raise ValueError(
+        f"No {name} in {where}{found}. An adapter is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}, as PEFT's "
+        "save_pretrained or `trl sft` and `trl reward` write it."
+    )
+
+
+def _read_config(path: Path, place: AdapterSource) -> LoraConfig:
+    try:
+        kind = json.loads(path.read_text()).get("peft_type")
+        config = PeftConfig.from_pretrained(str(path.parent))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"The {CONFIG_NAME} of {place} is broken ({type(error).__name__}: {error}).") from error
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"{place} is a {kind} adapter; only LoRA adapters can share the base.")
+    return config
+
+
+def _read_tensors(pinned: AdapterSource, place: AdapterSource, allow_pickle: bool) -> dict[str, Tensor]:
+    path = pinned.find(WEIGHTS_NAME)
+    pickled = path is None and pinned.has(PICKLE_NAME)
+    if pickled and not allow_pickle:
+        raise ValueError(
+            f"The adapter {place} has {PICKLE_NAME} and no {WEIGHTS_NAME}. A pickle can run code when it is read, so "
+            "it is refused. Save the adapter with safetensors (PEFT's default), or set allow_pickle=True "
+            "(--allow_pickle) if you trust where it comes from."
+        )
+    path = path or _required(pinned, PICKLE_NAME if pickled else WEIGHTS_NAME)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, SafetensorError) as error:
+        raise ValueError(f"{path.name} of {place} is broken ({error}). Save or download it again.") from error
+
+
+def _without_head(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
+    head = {key: part for key in tensors if (part := _head_part(key))}
+    rest = {key: tensor for key, tensor in tensors.items() if key not in head}
+    return rest, {part: tensors[key] for key, part in head.items()} or None
+
+
+def read_roles(given: Mapping[str, AdapterLike | None], allow_pickle: bool = False) -> dict[str, Any]:
+    """Adapters from whatever names them, by role; None and the value role's words stay as they are.
+
+    Raises:
+        ValueError: "shared" or "separate" for a role other than the value; see :func:`read_adapter`.
+    """
+    read: dict[str, Any] = {}
     for role, source in given.items():
-        if source in (SHARED, SEPARATE):
+        word = isinstance(source, str) and source in (SHARED, SEPARATE)
+        if word and role != "value":
             raise ValueError(f"The {role} adapter is {source!r}, which only the value adapter can be; give a folder.")
-
-
-def read_if_named(source: AdapterLike | None) -> Any:
-    """An Adapter from whatever names one; None and the value role's words pass through."""
-    if source is None or isinstance(source, Adapter) or source in (SHARED, SEPARATE):
-        return source
-    return read_adapter(source)
+        if source is None or word or isinstance(source, Adapter):
+            read[role] = source
+        else:
+            read[role] = read_adapter(source, allow_pickle)
+    return read
 
 
 def role_config(config: LoraConfig) -> LoraConfig:
-    """The configuration under which an adapter lives on the shared causal base: its head is kept outside PEFT."""
+    """The configuration under which an adapter lives on the shared causal base.
+
+    Its head is kept outside PEFT; other modules that it saved whole have to be the base's own (see ``fitting``).
+    """
     config = deepcopy(config)
     config.task_type = "CAUSAL_LM"
     config.inference_mode = False
-    config.modules_to_save = [name for name in config.modules_to_save or [] if name not in HEAD_NAMES] or None
+    config.modules_to_save = None
     return config
 
 
@@ -178,8 +257,9 @@ def write_adapter(folder: str | Path, adapter: Adapter) -> None:
 
 
 def _head_part(key: str) -> str | None:
-    """``"weight"`` or ``"bias"`` for a key of the head (``base_model.model.score.weight``), else None."""
-    parts = key.removeprefix(_PREFIX).split(".")
-    if parts[0] in HEAD_NAMES and parts[-1] in ("weight", "bias") and "lora_A" not in parts and "lora_B" not in parts:
-        return parts[-1]
-    return None
+    """What follows the head's name in one of its keys (``base_model.model.score.weight``): "weight"; else None."""
+    parts = key.split(".")
+    name = next((part for part in parts if part in HEAD_NAMES), None)
+    if name is None or any(part.startswith("lora_") for part in parts):
+        return None
+    return ".".join(parts[parts.index(name) + 1 :])

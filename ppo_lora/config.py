@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import TrainingArguments
@@ -17,6 +17,19 @@ SAMPLING_KWARGS = frozenset(
     {"max_time", "cache_implementation", "cache_config", "prefill_chunk_size", "disable_compile"}
 )
 """`generation_kwargs` that do not change the distribution that is sampled from."""
+
+
+class SamplingOptions(Protocol):
+    """What sampling reads of a configuration, under PPOConfig's names."""
+
+    max_completion_length: int
+    stop_token_ids: list[int] | None
+    local_rollout_forward_batch_size: int
+    trust_remote_code: bool
+
+    @property
+    def generation_options(self) -> dict[str, Any]:
+        """Keyword arguments for ``generate``."""
 
 
 @dataclass
@@ -57,6 +70,10 @@ class PPOConfig(TrainingArguments):
     )
     trust_remote_code: bool = field(
         default=False, metadata={"help": "Run model and tokenizer code that comes with a checkpoint."}
+    )
+    allow_pickle: bool = field(
+        default=False,
+        metadata={"help": "Read a base or adapters that have no safetensors. A pickle can run code when it is read."},
     )
     max_prompt_length: int | None = field(
         default=512, metadata={"help": "Longest prompt in tokens; None for no limit. See overlong_prompts."}
@@ -128,6 +145,15 @@ class PPOConfig(TrainingArguments):
         default=None, metadata={"help": "Learning rate of the value adapter and head. Default: learning_rate."}
     )
 
+    # Saving
+    save_value: bool = field(
+        default=True,
+        metadata={
+            "help": "Save and push the value role beside the policy, in the folder `value`; checkpoints always have "
+            "it."
+        },
+    )
+
     # Watching
     log_completions: bool = field(
         default=False, metadata={"help": "Print a table of sample completions at every log and evaluation."}
@@ -150,6 +176,21 @@ class PPOConfig(TrainingArguments):
         if self.total_episodes is not None:
             self.max_steps = self._steps_for(self.total_episodes)
         _check_steps(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without tokens: transformers pickles its arguments into folders that it pushes."""
+        return without_tokens(vars(self))
+
+    def __repr__(self) -> str:
+        """As a dataclass has it, without tokens."""
+        shown = ", ".join(f"{name}={value!r}" for name, value in without_tokens(vars(self)).items())
+        return f"{type(self).__name__}({shown})"
+
+    __str__ = __repr__
+
+    def to_dict(self) -> dict[str, Any]:
+        """See ``TrainingArguments.to_dict``; tokens inside of dicts are taken out too."""
+        return without_tokens(super().to_dict())
 
     @property
     def mini_batch_size(self) -> int:
@@ -195,6 +236,18 @@ class PPOConfig(TrainingArguments):
                 "are given; set one of them."
             )
         return steps
+
+
+def without_tokens(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with every access token in them, dicts in dicts included, replaced by None."""
+    return {
+        name: None if _is_token(name) else without_tokens(value) if isinstance(value, dict) else value
+        for name, value in options.items()
+    }
+
+
+def _is_token(name: str) -> bool:
+    return isinstance(name, str) and (name in ("token", "use_auth_token") or name.endswith("_token"))
 
 
 def _take_new_names(config: PPOConfig) -> None:
@@ -248,11 +301,11 @@ _MAY_BE_NONE = {*_OPTIONAL_POSITIVE, *_OPTIONAL_POSITIVE_INTEGERS, "missing_eos_
 def _check_numbers(config: PPOConfig) -> None:
     for names, holds, wanted in _NUMBERS:
         for name in names:
-            _check_number(name, getattr(config, name), holds, wanted)
+            check_number(name, getattr(config, name), holds, wanted)
     for weight in config.reward_weights or []:
-        _check_number("reward_weights", weight, lambda number: True, "finite numbers")
+        check_number("reward_weights", weight, lambda number: True, "finite numbers")
     for token in config.stop_token_ids or []:
-        _check_number("stop_token_ids", token, lambda number: isinstance(number, int) and number >= 0, "token ids")
+        check_number("stop_token_ids", token, lambda number: isinstance(number, int) and number >= 0, "token ids")
     for name, choices in (("kl_estimator", sorted(KL_ESTIMATORS)), ("overlong_prompts", ["truncate", "drop"])):
         if getattr(config, name) not in choices:
             raise ValueError(f"{name} is {getattr(config, name)!r}; expected one of {choices}.")
@@ -260,7 +313,8 @@ def _check_numbers(config: PPOConfig) -> None:
         raise ValueError("fp16=True: PPO's ratios overflow in float16. Use bf16=True, or neither for float32.")
 
 
-def _check_number(name: str, number: Any, holds: Callable[[Any], bool], wanted: str) -> None:
+def check_number(name: str, number: Any, holds: Callable[[Any], bool], wanted: str) -> None:
+    """Refuse a number that is not finite or for which ``holds`` is not true; ``wanted`` says what it should be."""
     optional = name in _MAY_BE_NONE
     if number is None and optional:
         return

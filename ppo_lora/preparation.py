@@ -13,13 +13,28 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
-from .adapters import Adapter, role_config
+from .adapters import HEAD_NAMES, role_config
 
 _ZERO_AT_START = (True, "gaussian")
 """`init_lora_weights` that make B = 0 and leave the base's weights alone."""
 
 _LEAVES_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """`init_lora_weights` after which a saved adapter stands on the base as it was published."""
+
+
+_NOT_PLAIN = {
+    "trainable_token_indices": "it changes the embeddings",
+    "layer_replication": "it changes the base's layers",
+    "target_parameters": "it changes parameters and not modules, which roles cannot switch",
+    "alora_invocation_tokens": "it is active after certain tokens only, which roles do not look for",
+    "arrow_config": "it routes among several adapters",
+    "use_qalora": "it pools its inputs, which is known for other quantizations than the base's only",
+    "use_bdlora": "it is a variant that was not tried with roles",
+    "kasa_config": "it rewrites the base's weights",
+    "monteclora_config": "it samples its weights",
+    "velora_config": "it changes what backward sees",
+}
+"""Options of LoraConfig that make more than B A x of an adapter, and what they do."""
 
 
 def default_peft_config() -> LoraConfig:
@@ -55,6 +70,12 @@ def fresh_config(peft_config: LoraConfig | None, model: PreTrainedModel) -> Lora
             "weights; four roles share them. Use True or 'gaussian'."
         )
     check_lora_config(config, "peft_config")
+    whole = sorted(set(config.modules_to_save or []) - set(HEAD_NAMES))
+    if whole:
+        raise ValueError(
+            f"peft_config has modules_to_save={whole}: they would be trained whole, and four roles share the base's. "
+            "Leave them out; the value head is trained anyway."
+        )
     if config.target_modules is None:
         config = LoraConfig(**{**config.to_dict(), "target_modules": "all-linear"})
     config = role_config(config)
@@ -72,11 +93,11 @@ def check_lora_config(config: LoraConfig, what: str) -> None:
     for option, fine, why in (
         ("init_lora_weights", config.init_lora_weights in _LEAVES_THE_BASE, "it rewrites the base's weights"),
         ("bias", config.bias == "none", "it trains the base's own biases"),
-        ("trainable_token_indices", not config.trainable_token_indices, "it changes the embeddings"),
+        *((name, not getattr(config, name, None), why) for name, why in _NOT_PLAIN.items()),
     ):
         if not fine:
             raise ValueError(
-                f"The {what} has {option}={getattr(config, option)!r}: {why}, and four roles share them. Use an "
+                f"The {what} has {option}={getattr(config, option)!r}: {why}, and four roles share the base. Use an "
                 "adapter without it, or one that was converted to plain LoRA."
             )
 
@@ -84,35 +105,11 @@ def check_lora_config(config: LoraConfig, what: str) -> None:
 def check_head_untouched(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     wrapped = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer) and module is head]
-    if wrapped or not isinstance(getattr(head, "weight", None), Tensor) or _has_saved_modules(model):
+    if wrapped or not isinstance(getattr(head, "weight", None), Tensor):
         raise ValueError(
-            "An adapter changes the output head or has modules_to_save besides its score head; the roles share the "
-            "base's head, which stays frozen. Leave lm_head out of target_modules and modules_to_save."
+            "An adapter changes the output head; the roles share the base's, which stays frozen. Leave lm_head out of "
+            "target_modules."
         )
-
-
-def _has_saved_modules(model: PreTrainedModel) -> bool:
-    return any("modules_to_save" in name for name, _ in model.named_parameters())
-
-
-def check_tensors(expected: dict[str, Tensor], adapter: Adapter, what: str, base: str) -> None:
-    """Same names and shapes, or a ValueError that shows the first difference."""
-    missing = sorted(expected.keys() - adapter.tensors.keys())
-    extra = sorted(adapter.tensors.keys() - expected.keys())
-    if missing or extra:
-        raise ValueError(
-            f"The {what} does not fit {base}: {len(missing)} tensors are missing"
-            f"{f' (the first: {missing[0]})' if missing else ''} and {len(extra)} have no place"
-            f"{f' (the first: {extra[0]})' if extra else ''}. Load the base that the adapter was trained on."
-        )
-    for key, tensor in expected.items():
-        given = adapter.tensors[key]
-        if tensor.shape != given.shape:
-            raise ValueError(
-                f"The {what} does not fit {base}: {key} is {list(given.shape)} in the adapter and "
-                f"{list(tensor.shape)} on the base. Load the base that the adapter was trained on (hidden and "
-                "vocabulary sizes must agree)."
-            )
 
 
 def remove_dropout(model: PreTrainedModel) -> None:

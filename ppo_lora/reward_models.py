@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from .config import PPOConfig
+from .hub import check_safetensors, hub_errors
 from .scorers import RewardFunction
 
 RewardSource = RewardFunction | str | PreTrainedModel
@@ -94,9 +95,12 @@ def reward_functions(given: Any, tokenizers: Any, config: PPOConfig) -> list[Rew
 
 def _function(source: Any, tokenizer: Any, config: PPOConfig) -> RewardFunction:
     if isinstance(source, str):
-        source = AutoModelForSequenceClassification.from_pretrained(
-            source, num_labels=1, trust_remote_code=config.trust_remote_code
-        )
+        with hub_errors("reward model", source):
+            if not config.allow_pickle:
+                check_safetensors(source)
+            source = AutoModelForSequenceClassification.from_pretrained(
+                source, num_labels=1, trust_remote_code=config.trust_remote_code
+            )
     if not isinstance(source, PreTrainedModel):
         return source
     if tokenizer is None:

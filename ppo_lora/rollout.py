@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from .advantages import generalized_advantage_estimation
-from .config import PPOConfig
+from .config import PPOConfig, SamplingOptions
+from .draws import InverseTransform, stream_seed
 from .masking import Reduce, first_stop_mask, masked_mean, masked_whiten
 from .rewards import kl_penalty, replace_missing_eos, subtract_missing_eos, token_rewards
-from .roles import Role
+from .roles import Role, RoleName
 from .shared_base import SharedBase
 from .types import Experience, Prompts, Rollout
 
@@ -32,21 +34,19 @@ class TokenScores:
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
     """Draw from a stream of random numbers of its own, named by ``numbers``; the global one is left as it was."""
-    seed = 0
-    for number in numbers:
-        seed = (seed * 1_000_003 + number) % 2**63
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
-        torch.manual_seed(seed)
+        torch.manual_seed(stream_seed(*numbers))
         yield
 
 
 def sample(
     base: SharedBase,
     prompts: Prompts,
-    config: PPOConfig,
+    config: SamplingOptions,
     stop_token_ids: Sequence[int],
     pad_token_id: int,
-    role: Role = Role.POLICY,
+    role: RoleName = Role.POLICY,
+    draws: Tensor | None = None,
 ) -> Rollout:
     """Sample one response to each prompt.
 
@@ -56,25 +56,34 @@ def sample(
         config: lengths, temperature and batch size.
         stop_token_ids: ids that end a response.
         pad_token_id: fills finished rows.
-        role: policy or reference.
+        role: policy, reference, or a further policy.
+        draws: [B, max_completion_length] uniform numbers to draw each row's tokens with, whatever rows are sampled
+            beside it; None for torch's global random numbers.
 
     Returns:
         A rollout with T the longest response.
     """
-    size = config.local_rollout_forward_batch_size
-    pieces = zip(prompts.input_ids.split(size), prompts.attention_mask.split(size), strict=True)
-    responses = [
-        base.generate(
+    responses = []
+    for rows in torch.arange(len(prompts)).split(config.local_rollout_forward_batch_size):
+        ids, mask = prompts.input_ids[rows], prompts.attention_mask[rows]
+        options = config.generation_options
+        sequences = base.generate(
             input_ids=ids.to(base.device),
             attention_mask=mask.to(base.device),
             role=role,
             eos_token_id=list(stop_token_ids),
             pad_token_id=pad_token_id,
-            **config.generation_options,
-        )[:, ids.shape[1] :]
-        for ids, mask in pieces
-    ]
+            **(options if draws is None else _drawn_with(draws[rows].to(base.device), options, ids.shape[1])),
+        )
+        responses.append(sequences[:, ids.shape[1] :])
     return assemble(prompts, _padded(responses, pad_token_id), stop_token_ids)
+
+
+def _drawn_with(draws: Tensor, options: Mapping[str, Any], prompt_length: int) -> dict[str, Any]:
+    """Options of ``generate`` that sample with the given numbers where ``options`` would with the global ones."""
+    greedy = {name: value for name, value in options.items() if name != "temperature"}
+    drawing = InverseTransform(draws, options["temperature"], prompt_length)
+    return {**greedy, "do_sample": False, "logits_processor": LogitsProcessorList([drawing])}
 
 
 def assemble(prompts: Prompts, responses: Tensor, stop_token_ids: Sequence[int]) -> Rollout:

@@ -10,8 +10,9 @@ import torch
 from peft import LoraConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from .config import PPOConfig
+from .config import PPOConfig, SamplingOptions
 from .data import PromptDataset
+from .hub import hub_errors
 from .shared_base import SharedBase
 
 
@@ -33,16 +34,23 @@ def shared_base(
         return model
     if isinstance(model, str):
         return SharedBase.from_pretrained(
-            model, **adapters, peft_config=peft_config, quantization_config=quantization_config, **args.model_options
+            model,
+            **adapters,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
+            allow_pickle=args.allow_pickle,
+            **args.model_options,
         )
-    return SharedBase(model, **adapters, peft_config=peft_config)
+    return SharedBase(model, **adapters, peft_config=peft_config, allow_pickle=args.allow_pickle)
 
 
-def tokenizer_for(given: Any, model: Any, base: SharedBase, args: PPOConfig) -> PreTrainedTokenizerBase:
+def tokenizer_for(given: Any, model: Any, base: SharedBase, args: SamplingOptions) -> PreTrainedTokenizerBase:
     """The tokenizer, checked; a missing pad token becomes EOS, with a warning."""
     if given is None:
         name = model if isinstance(model, str) else base.config.name_or_path
-        given = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code)
+        revision = base.identity.commit or base.identity.revision
+        with hub_errors("tokenizer", name, revision):
+            given = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     if given.eos_token_id is None:
         raise ValueError(
             "The tokenizer has no EOS token, so a response can never end. Set tokenizer.eos_token to the token that "
@@ -60,7 +68,7 @@ def tokenizer_for(given: Any, model: Any, base: SharedBase, args: PPOConfig) -> 
     return given
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase, base: SharedBase, args: PPOConfig) -> list[int]:
+def stop_token_ids(tokenizer: PreTrainedTokenizerBase, base: SharedBase, args: SamplingOptions) -> list[int]:
     own = base.generation_config.eos_token_id
     ids = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *(args.stop_token_ids or [])} - {None}
     return sorted(ids)
@@ -76,7 +84,7 @@ def check_enough_prompts(prompts: PromptDataset, args: PPOConfig) -> None:
         )
 
 
-def check_lengths(datasets: Sequence[PromptDataset], base: SharedBase, args: PPOConfig) -> None:
+def check_lengths(datasets: Sequence[PromptDataset], base: SharedBase, args: SamplingOptions) -> None:
     """Refuse sequences that the base has no positions for."""
     limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     longest = max(dataset.longest for dataset in datasets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -13,22 +14,24 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .adapters import SEPARATE, SHARED, Adapter, AdapterLike, check_words, read_if_named
+from .adapters import SHARED, Adapter, AdapterLike, read_roles
 from .heads import OutputHead, ScalarHead
+from .host import TrainableHost
+from .hub import check_safetensors, hub_errors
+from .identity import BaseIdentity
 from .logprobs import token_logprobs
 from .masking import last_true_index, position_ids
 from .preparation import (
     check_base,
     check_head_untouched,
-    enable_checkpointing,
     fresh_config,
     neutral_generation_config,
     remove_dropout,
 )
-from .roles import Role, RoleAdapters
+from .roles import Role, RoleAdapters, RoleName, check_policy_name, label
 
 
-class SharedBase(nn.Module):
+class SharedBase(TrainableHost):
     """One causal language model that is policy, reference, value model and reward model in turn.
 
     Outside of any :meth:`role` it is the policy. The trainable parameters are the policy's and the value's adapters
@@ -44,6 +47,11 @@ class SharedBase(nn.Module):
             its head if there is one, else fresh with a zero head), or ``"shared"`` for the policy's.
         reward: ``SEQ_CLS`` adapter with its head; None if scores come from elsewhere.
         peft_config: for the fresh adapters; rank 16 on all linear layers if None.
+        identity: which base this is, where more is known than the model's name.
+        allow_pickle: read adapters that have no safetensors.
+
+    Warns:
+        UserWarning: an adapter was trained on another base, revision or quantization.
 
     Raises:
         ValueError: an adapter that does not fit the base, lacks its head, or would change the base's weights.
@@ -57,9 +65,13 @@ class SharedBase(nn.Module):
         value: AdapterLike | None = None,
         reward: AdapterLike | None = None,
         peft_config: LoraConfig | None = None,
+        identity: BaseIdentity | None = None,
+        allow_pickle: bool = False,
     ):
         super().__init__()
         check_base(model)
+        given = {"policy": policy, "reference": reference, "value": value, "reward": reward}
+        adapters = read_roles(given, allow_pickle)
         model.requires_grad_(False)
         model.eval()
         remove_dropout(model)
@@ -67,14 +79,12 @@ class SharedBase(nn.Module):
         self.model = model
         self.compute_dtype: torch.dtype = model.dtype
         self._takes_positions = "position_ids" in signature(self.backbone.forward).parameters
-        self._checkpointed: list[nn.Module] = []
-        self.adapters = RoleAdapters(model)
+        self.identity = identity or BaseIdentity.of(model)
+        self.adapters = RoleAdapters(model, self.identity)
         self.reward_head: ScalarHead | None = None
-        self._add_roles(policy, reference, value, reward, fresh_config(peft_config, model))
-        check_head_untouched(model)
+        self._add_roles(**adapters, config=fresh_config(peft_config, model))
+        self._settle()
         self._output_head = OutputHead(model)
-        self._freeze()
-        self.adapters.activate(Role.POLICY)
         self.eval()
         self._check_logits()
 
@@ -88,6 +98,7 @@ class SharedBase(nn.Module):
         reward: AdapterLike | None = None,
         peft_config: LoraConfig | None = None,
         quantization_config: Any = None,
+        allow_pickle: bool = False,
         **model_kwargs: Any,
     ) -> SharedBase:
         """Load the base once and put the roles on it.
@@ -96,22 +107,32 @@ class SharedBase(nn.Module):
             name_or_path: model id or folder.
             policy, reference, value, reward, peft_config: see the class.
             quantization_config: a ``BitsAndBytesConfig`` for an 8-bit or 4-bit base.
+            allow_pickle: read a base or adapters that have no safetensors.
             model_kwargs: for ``AutoModelForCausalLM.from_pretrained``.
+
+        Raises:
+            HubError: the Hub does not give the base or an adapter.
         """
-        check_words({"policy": policy, "reference": reference, "reward": reward})
-        adapters = {"policy": policy, "reference": reference, "value": value, "reward": reward}
-        loaded = {role: read_if_named(source) for role, source in adapters.items()}
+        given = {"policy": policy, "reference": reference, "value": value, "reward": reward}
+        adapters = read_roles(given, allow_pickle)
         if quantization_config is not None:
             model_kwargs["quantization_config"] = quantization_config
             if torch.cuda.is_available():
                 model_kwargs.setdefault("device_map", {"": torch.cuda.current_device()})
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, **model_kwargs)
-        return cls(model, peft_config=peft_config, **loaded)
+        model_kwargs.setdefault("trust_remote_code", False)  # transformers asks on the terminal otherwise
+        revision = model_kwargs.get("revision")
+        with hub_errors("base", name_or_path, revision):
+            if not allow_pickle:
+                if not {"variant", "subfolder", "gguf_file"} & model_kwargs.keys():
+                    check_safetensors(name_or_path, revision)
+                model_kwargs["use_safetensors"] = True
+            model = AutoModelForCausalLM.from_pretrained(name_or_path, **model_kwargs)
+        return cls(model, peft_config=peft_config, identity=BaseIdentity.of(model, revision), **adapters)
 
     # Roles
 
     @contextmanager
-    def role(self, role: Role | str) -> Iterator[SharedBase]:
+    def role(self, role: RoleName) -> Iterator[SharedBase]:
         """Be ``role`` inside the ``with``; whatever it was before is restored at the end, also after an exception.
 
         Raises:
@@ -125,19 +146,39 @@ class SharedBase(nn.Module):
             self.adapters.activate(previous)
 
     @property
-    def active_role(self) -> Role:
+    def active_role(self) -> RoleName:
         """The role of the moment."""
         return self.adapters.active
 
     @property
-    def roles(self) -> tuple[Role, ...]:
-        """The roles this base has."""
+    def roles(self) -> tuple[RoleName, ...]:
+        """The roles this base has, and further policies."""
         return self.adapters.roles
 
     @property
     def shares_value_adapter(self) -> bool:
         """Whether the value role lives on the policy's adapter."""
         return self.adapters.same(Role.VALUE, Role.POLICY)
+
+    def add_policy(self, name: str, adapter: AdapterLike | None = None) -> None:
+        """Put one more policy on the base, to compare with: a text role of its own name that is never trained.
+
+        Args:
+            name: what it is called wherever a role is asked for.
+            adapter: a causal adapter; None for the base without one.
+
+        Raises:
+            ValueError: the name is taken or cannot be one; the adapter does not fit.
+        """
+        check_policy_name(name, self.roles)
+        read = read_roles({name: adapter})[name]
+        try:
+            if read is None:
+                self.adapters.share(name, None)
+            else:
+                self.adapters.add(name, read)
+        finally:
+            self._settle()
 
     def trainable_parameters(self) -> dict[Role, list[nn.Parameter]]:
         """The parameters that training changes, by role. With a shared value adapter the value has its head only."""
@@ -150,7 +191,7 @@ class SharedBase(nn.Module):
     # What the roles compute
 
     def forward(
-        self, role: Role | str, input_ids: Tensor, attention_mask: Tensor, response_length: int, **options: Any
+        self, role: RoleName, input_ids: Tensor, attention_mask: Tensor, response_length: int, **options: Any
     ) -> Any:
         """One entry for every differentiable pass, so that DDP and FSDP see it: values, or (logprobs, entropy)."""
         if self._known(role) is Role.VALUE:
@@ -159,7 +200,7 @@ class SharedBase(nn.Module):
 
     def logprobs(
         self,
-        role: Role | str,
+        role: RoleName,
         input_ids: Tensor,
         attention_mask: Tensor,
         response_length: int,
@@ -181,7 +222,7 @@ class SharedBase(nn.Module):
 
     def logprobs_and_entropy(
         self,
-        role: Role | str,
+        role: RoleName,
         input_ids: Tensor,
         attention_mask: Tensor,
         response_length: int,
@@ -235,7 +276,7 @@ class SharedBase(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, input_ids: Tensor, attention_mask: Tensor, role: Role | str = Role.POLICY, **generation: Any
+        self, input_ids: Tensor, attention_mask: Tensor, role: RoleName = Role.POLICY, **generation: Any
     ) -> Tensor:
         """``model.generate`` under a role, with the KV cache on, also when gradient checkpointing is.
 
@@ -265,13 +306,13 @@ class SharedBase(nn.Module):
                 if "probability tensor" not in str(error):
                     raise
                 raise FloatingPointError(
-                    f"The {Role(role).value}'s logits are not finite, so no token can be sampled. Its weights have "
+                    f"The {label(role)}'s logits are not finite, so no token can be sampled. Its weights have "
                     "diverged (lower the learning rate) or the dtype overflows (use bfloat16 or float32)."
                 ) from error
 
     # Saving and loading
 
-    def adapter(self, role: Role | str) -> Adapter:
+    def adapter(self, role: RoleName) -> Adapter:
         """A role's adapter and head as plain tensors (not copied).
 
         Raises:
@@ -281,7 +322,7 @@ class SharedBase(nn.Module):
         head = self._head(role)
         return replace(self.adapters.export(role), head=None if head is None else head.state_dict())
 
-    def load_adapter(self, role: Role | str, adapter: Adapter) -> None:
+    def load_adapter(self, role: RoleName, adapter: Adapter) -> None:
         """Copy an adapter's tensors, and its head for value and reward, into the role's parameters in place.
 
         Raises:
@@ -296,92 +337,42 @@ class SharedBase(nn.Module):
         if head is not None and given is not None:
             head.load_state_dict(given.state_dict())
 
-    def _head(self, role: Role) -> ScalarHead | None:
-        return {Role.VALUE: self.value_head, Role.REWARD: self.reward_head}.get(role)
-
-    # What transformers.Trainer expects of a model
-
-    @property
-    def config(self) -> Any:
-        """The base's configuration."""
-        return self.model.config
-
-    @property
-    def generation_config(self) -> Any:
-        """The base's generation configuration; neutral but for the special tokens."""
-        return self.model.generation_config
-
-    @property
-    def quantization_method(self) -> Any:
-        """How the base is quantized, or None; Trainer does not move a quantized model."""
-        return getattr(self.model, "quantization_method", None)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the base is."""
-        return self.model.device
-
-    @property
-    def backbone(self) -> PreTrainedModel:
-        """The base without its output head."""
-        return self.model.base_model
-
-    def train(self, mode: bool = True) -> SharedBase:
-        """Stay in evaluation mode: no role has dropout. Checkpointing follows whether gradients are wanted."""
-        return super().train(False)
-
-    def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        """Recompute activations in backward, each under the role that its forward had.
-
-        Raises:
-            ValueError: for ``use_reentrant=True``, or an architecture without checkpointed layers.
-        """
-        self._checkpointed = enable_checkpointing(
-            self.model, activation_checkpointing_kwargs or {}, self._recompute_contexts, **options
-        )
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **options: Any
-    ) -> None:
-        """The name of :meth:`activation_checkpointing_enable` in transformers before 5.2x."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+    def _head(self, role: RoleName) -> ScalarHead | None:
+        return {"value": self.value_head, "reward": self.reward_head}.get(label(role))
 
     # Building
 
-    def _add_roles(
-        self,
-        policy: AdapterLike | None,
-        reference: AdapterLike | None,
-        value: AdapterLike | None,
-        reward: AdapterLike | None,
-        config: LoraConfig,
-    ) -> None:
-        check_words({"policy": policy, "reference": reference, "reward": reward})
-        start, scorer = read_if_named(policy), read_if_named(reward)
-        self.adapters.add(Role.POLICY, start or config)
-        self._add_reference(read_if_named(reference), starts_at_base=start is None and not config.use_dora)
-        if scorer is not None:
-            self.adapters.add(Role.REWARD, scorer)
-            self.reward_head = scorer.scalar_head(self._hidden_size).to(self.device)
-        self._add_value(scorer if value in (None, SEPARATE) else value, scorer, config)
-
-    def _add_reference(self, reference: Adapter | None, starts_at_base: bool) -> None:
-        if reference is None and starts_at_base:
+    def _add_roles(self, policy: Any, reference: Any, value: Any, reward: Adapter | None, config: LoraConfig) -> None:
+        self.adapters.add(Role.POLICY, policy or config)
+        if reference is not None:
+            self.adapters.add(Role.REFERENCE, reference)
+        elif policy is None and not config.use_dora:
             self.adapters.share(Role.REFERENCE, None)
         else:
-            self.adapters.add(Role.REFERENCE, reference or self.adapters.export(Role.POLICY))
+            self.adapters.copy(Role.POLICY, Role.REFERENCE)
+        if reward is not None:
+            self.adapters.add(Role.REWARD, reward)
+            self.reward_head = reward.scalar_head(self._hidden_size).to(self.device)
+        self._add_value(value, config)
 
-    def _add_value(self, value: AdapterLike | None, scorer: Adapter | None, config: LoraConfig) -> None:
+    def _add_value(self, value: Any, config: LoraConfig) -> None:
+        head = ScalarHead.zeros(self._hidden_size) if self.reward_head is None else deepcopy(self.reward_head)
         if value == SHARED:
-            self.adapters.share(Role.VALUE, Role.POLICY, source=SHARED)
-            start = scorer
+            self.adapters.share(Role.VALUE, Role.POLICY)
+        elif isinstance(value, Adapter):
+            self.adapters.add(Role.VALUE, value)
+            head = value.scalar_head(self._hidden_size)
+        elif self.reward_head is not None:
+            self.adapters.copy(Role.REWARD, Role.VALUE)
         else:
-            start = read_if_named(value)
-            self.adapters.add(Role.VALUE, start or config)
-        head = ScalarHead.zeros(self._hidden_size) if start is None else start.scalar_head(self._hidden_size)
+            self.adapters.add(Role.VALUE, config)
         self.value_head = head.to(self.device)
+
+    def _settle(self) -> None:
+        """After adapters were put on the base."""
+        check_head_untouched(self.model)
+        self._freeze()
+        self.adapters.activate(self.adapters.active)
 
     def _freeze(self) -> None:
         """Exactly the policy's and the value's parameters are trainable, from now on and for good."""
@@ -392,24 +383,20 @@ class SharedBase(nn.Module):
 
     # Switching
 
-    def _known(self, role: Role | str) -> Role:
-        if role not in [known.value for known in Role]:
-            raise ValueError(f"Unknown role {role!r}; expected one of {[known.value for known in Role]}.")
-        if Role(role) not in self.adapters.roles:
-            raise ValueError(
-                f"This base has no {Role(role).value} role. Give SharedBase a {Role(role).value} adapter, or take "
-                "scores from reward functions."
-            )
-        return Role(role)
+    def _known(self, role: RoleName) -> RoleName:
+        there = {label(known): known for known in self.adapters.roles}
+        if label(role) in there:
+            return there[label(role)]
+        known = list(dict.fromkeys([*(known.value for known in Role), *there]))
+        if role not in known:
+            raise ValueError(f"Unknown role {role!r}; expected one of {known}.")
+        raise ValueError(
+            f"This base has no {label(role)} role. Give SharedBase a {label(role)} adapter, or take scores from "
+            "reward functions."
+        )
 
     def _recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """For torch.utils.checkpoint: nothing around the forward, and its role again around the recomputation."""
         return nullcontext(), self.role(self.adapters.active)
-
-    def _set_checkpointing_layers(self, enabled: bool) -> None:
-        """transformers checkpoints layers that are in training mode; the modules inside them stay without dropout."""
-        for module in self._checkpointed:
-            module.training = enabled
 
     # Passes
 
@@ -417,7 +404,7 @@ class SharedBase(nn.Module):
         mixed = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype if mixed else None, enabled=mixed)
 
-    def _hidden_states(self, role: Role | str, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def _hidden_states(self, role: RoleName, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, N, H]: the backbone's last hidden states under a role."""
         positions = {"position_ids": position_ids(attention_mask)} if self._takes_positions else {}
         self._set_checkpointing_layers(torch.is_grad_enabled())
@@ -426,7 +413,7 @@ class SharedBase(nn.Module):
         return output.last_hidden_state
 
     def _response_states(
-        self, role: Role | str, input_ids: Tensor, attention_mask: Tensor, response_length: int
+        self, role: RoleName, input_ids: Tensor, attention_mask: Tensor, response_length: int
     ) -> tuple[Tensor, Tensor]:
         """The states that predict the real response tokens, [N, H], and the response mask, [B, T]."""
         hidden = self._hidden_states(role, input_ids, attention_mask)

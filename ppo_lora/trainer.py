@@ -22,20 +22,22 @@ from transformers import (
     TrainerControl,
     set_seed,
 )
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
 
 from .adapters import AdapterLike
 from .callbacks import IterationEndCallback, PhaseProgressCallback
-from .card import write_card
+from .card import CardFacts, write_card
 from .checkpoint import load_roles, save_roles
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset, iteration_rows
 from .display import completions_table, print_table
+from .hub import hub_errors
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, policy_statistics
+from .manifest import package_versions
 from .metrics import PhaseClock, RunningMeans
 from .reward_models import ModelReward, RewardSource, reward_functions
-from .roles import Role
+from .roles import Role, label
 from .scorers import Scorer
 from .setup import (
     check_dtype,
@@ -373,8 +375,15 @@ class PPOTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The policy as plain PEFT at the top, the value role below it, the tokenizer and a manifest."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        save_roles(folder, self.base, self._schedule())
+        with_value = self.args.save_value or folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+        save_roles(folder, self.base, self._schedule(), self._reward_description(), with_value)
         self._tokenizer.save_pretrained(folder)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Trainer's, which copies the policy's files into the output folder: the other files have to go with them."""
+        if self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END:
+            self._save(self.args.output_dir)
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Copy the saved adapters into the parameters in place; PEFT's own loading would freeze and unfreeze them."""
@@ -383,6 +392,24 @@ class PPOTrainer(Trainer):
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's; what the Hub refuses is said in one line, before anything is trained."""
+        with hub_errors("repository", self._repository):
+            super().init_hf_repo(*args, **kwargs)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Save and push the policy, its value role if ``save_value``, and the model card; see Trainer's.
+
+        Raises:
+            HubError: the Hub does not take it. Everything is in the output folder by then.
+        """
+        with hub_errors("repository", self._repository):
+            return super().push_to_hub(*args, **kwargs)
+
+    @property
+    def _repository(self) -> str:
+        return self.args.hub_model_id or Path(self.args.output_dir).name
+
     def create_model_card(
         self,
         model_name: str | None = None,
@@ -390,25 +417,41 @@ class PPOTrainer(Trainer):
         tags: str | list[str] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the policy's README.md: base, roles, options, last metrics, how to load it."""
+        """Write the policy's README.md: base, roles, reward, data, options, last metrics, curve, how to load it."""
         if not self.is_world_process_zero():
             return
-        numbers = [entry for entry in self.state.log_history if "objective/scores" in entry]
+        folder = Path(self.args.output_dir)
         write_card(
-            self.args.output_dir,
-            name=model_name or Path(self.args.output_dir).name,
-            base=self.base.config.name_or_path or "an unnamed model",
-            location=self.hub_model_id or str(self.args.output_dir),
-            roles={role.value: self.base.adapters.sources[role] for role in self.base.roles},
-            config=self.args,
-            metrics={name: value for name, value in (numbers[-1] if numbers else {}).items() if "/" in name},
-            dataset=dataset_name,
-            tags={*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])},
+            folder,
+            CardFacts(
+                name=model_name or folder.name,
+                location=self.hub_model_id or folder.name,
+                base=self.base.identity,
+                lora=self.base.adapter(Role.POLICY).config,
+                roles={label(role): self.base.adapters.origins[role] for role in self.base.roles},
+                reward_weights=self._reward_description()["weights"],
+                config=self.args,
+                history=self.state.log_history,
+                dataset=dataset_name,
+                value=self.args.save_value,
+                tags={*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])},
+                versions=package_versions(),
+            ),
         )
 
     def _schedule(self) -> dict[str, int]:
         """What has to stay as it is for a run to be resumed."""
         return {"steps_per_iteration": self.args.steps_per_iteration, "batch_size": self.args.batch_size}
+
+    def _reward_description(self) -> dict[str, Any]:
+        """How scores become rewards, for the manifest."""
+        args = self.args
+        return {
+            "weights": dict(zip(self.scorer.names, self.scorer.weights, strict=True)),
+            "normalisation": "whitened, mean kept" if args.whiten_rewards else "none",
+            "missing_eos_penalty": args.missing_eos_penalty,
+            "missing_eos_score": args.missing_eos_score,
+        }
 
     # Prompts
 

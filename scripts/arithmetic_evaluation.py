@@ -102,10 +102,10 @@ def build_summary(before: Exam, after: Exam, seconds: float, peak_rss_mb: float)
     return {
         "greedy_before": before.greedy_accuracy,
         "greedy_after": after.greedy_accuracy,
-        "greedy_gain": greedy,
+        "greedy_gain": round(greedy, 4),
         "sampled_before": before.sampled_accuracy,
         "sampled_after": after.sampled_accuracy,
-        "sampled_gain": sampled,
+        "sampled_gain": round(sampled, 4),
         "problems": len(before.prompts),
         "seconds": round(seconds, 1),
         "peak_rss_mb": round(peak_rss_mb, 1),

@@ -5,17 +5,12 @@ accelerate launch scripts/ppo.py --config configs/quickstart/ppo.yaml [--option 
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from ppo_lora import PPOConfig, PPOTrainer
+from ppo_lora import HubError, PPOConfig, PPOTrainer, hub_errors, load_function
 
 
 @dataclass
@@ -23,7 +18,11 @@ class PPOScriptArguments(ScriptArguments):
     """What to train on, and where each role and the rewards come from."""
 
     policy_adapter: str | None = field(
-        default=None, metadata={"help": "Adapter to start the policy from (an SFT adapter). Default: a fresh one."}
+        default=None,
+        metadata={
+            "help": "Adapter to start the policy from (an SFT adapter): a folder or `id[@revision][:subfolder]`, as "
+            "all adapters here. Default: a fresh one."
+        },
     )
     reference_adapter: str | None = field(
         default=None, metadata={"help": "Adapter of the reference. Default: the policy as it starts."}
@@ -31,7 +30,7 @@ class PPOScriptArguments(ScriptArguments):
     value_adapter: str | None = field(
         default=None,
         metadata={
-            "help": "'separate' (default; starts from the reward adapter), 'shared' with the policy, or a path."
+            "help": "'separate' (default; starts from the reward adapter), 'shared' with the policy, or an adapter."
         },
     )
     reward_adapter: str | None = field(default=None, metadata={"help": "SEQ_CLS reward adapter for the same base."})
@@ -40,14 +39,20 @@ class PPOScriptArguments(ScriptArguments):
     )
 
 
-def load_function(name: str) -> Callable[..., Any]:
-    """A function by its dotted name, also from the working directory."""
-    module, _, attribute = name.rpartition(".")
-    if not module:
-        raise ValueError(f"reward_funcs has {name!r}; expected a dotted name such as my_module.my_reward.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    return getattr(importlib.import_module(module), attribute)
+def load_splits(script_args: PPOScriptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:
+    """The prompts to train on and, where it is asked for, those to evaluate on."""
+    name = script_args.dataset_name
+    with hub_errors("data set", name):
+        dataset = load_dataset(name, name=script_args.dataset_config)
+    wanted = [script_args.dataset_train_split, *([script_args.dataset_test_split] if evaluates else [])]
+    for split in wanted:
+        if split not in dataset:
+            raise ValueError(
+                f"The data set {name} has the splits {sorted(dataset)}, not {split!r}. Name one with "
+                "--dataset_train_split or --dataset_test_split."
+            )
+    train, *test = (dataset[split] for split in wanted)
+    return train, test[0] if test else None
 
 
 def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: ModelConfig) -> None:
@@ -59,13 +64,13 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    train_dataset, eval_dataset = load_splits(script_args, training_args.eval_strategy != "no")
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=[load_function(name) for name in script_args.reward_funcs or []],
         args=training_args,
-        train_dataset=dataset[script_args.dataset_train_split],
-        eval_dataset=dataset[script_args.dataset_test_split] if training_args.eval_strategy != "no" else None,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
         policy_adapter=script_args.policy_adapter,
@@ -77,10 +82,14 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
     trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
     trainer.save_state()
     trainer.save_model(training_args.output_dir)
+    trainer.create_model_card(dataset_name=script_args.dataset_name)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
 
 
 if __name__ == "__main__":
     parser = TrlParser((PPOScriptArguments, PPOConfig, ModelConfig))
-    main(*parser.parse_args_and_config(fail_with_unknown_args=True))
+    try:
+        main(*parser.parse_args_and_config(fail_with_unknown_args=True))
+    except HubError as error:
+        raise SystemExit(f"error: {error}") from None

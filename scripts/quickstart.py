@@ -107,22 +107,17 @@ def run_ppo(stages: Stages, root: Path, sizes: Sizes, seed: int) -> None:
 
 def compare(stages: Stages, root: Path, seed: int) -> "tuple[Reviews, Reviews]":
     """Return the SFT policy's and PPO's reviews of the held-out products, from one loaded base."""
-    from ppo_lora import Role, SharedBase
+    from ppo_lora import EvaluationConfig
     from quickstart_evaluation import write_reviews
-    from recipe_evaluation import load_tokenizer
 
-    nf4 = root / "base" / "nf4"
+    policies = {name: str(root / name) for name in ("sft", "ppo")}
+    config = EvaluationConfig(
+        num_samples=REVIEWS_PER_PROMPT, temperature=1.0, max_completion_length=MAX_NEW_TOKENS, seed=seed
+    )
     with stages.stage("SFT against PPO on held-out prompts"):
-        base = SharedBase.from_pretrained(
-            str(nf4), policy=str(root / "ppo"), reference=str(root / "sft"), reward=str(root / "reward")
-        )
         rows = read_rows(root / "data" / "prompts" / "test.jsonl")
-        prompts = [row["prompt"] for row in rows] * REVIEWS_PER_PROMPT
-        before, after = (
-            write_reviews(base, load_tokenizer(nf4), role, prompts, MAX_NEW_TOKENS, seed)
-            for role in (Role.REFERENCE, Role.POLICY)
-        )
-    return before, after
+        reviews = write_reviews(root / "base" / "nf4", policies, str(root / "reward"), rows, config)
+    return reviews["sft"], reviews["ppo"]
 
 
 def show(console: Console, root: Path, before: "Reviews", after: "Reviews", start: float) -> None:

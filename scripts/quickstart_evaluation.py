@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from datasets import Dataset
 
-from ppo_lora import Role, SharedBase
-from quickstart_data import gold_score
+from ppo_lora import Adapter, Evaluation, EvaluationConfig, evaluate_policies, load_policies
+from quickstart_data import gold_reward
 
 
 @dataclass(frozen=True)
@@ -50,38 +49,28 @@ class Reviews:
         return len(set(self.texts))
 
 
-def response_mask(responses: Tensor, eos_token_id: int) -> Tensor:
-    """Return [B, T] bool, True up to and including the first stop token of `responses` [B, T]."""
-    stops = (responses == eos_token_id).long()
-    return stops.cumsum(1) - stops == 0
-
-
 def write_reviews(
-    base: SharedBase,
-    tokenizer: PreTrainedTokenizerBase,
-    role: Role,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    seed: int,
-) -> Reviews:
-    """Sample one review a prompt under `role` (policy or reference), and judge it."""
-    batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
-    torch.manual_seed(seed)
-    sequences = base.generate(**batch, role=role, do_sample=True, temperature=1.0, max_new_tokens=max_new_tokens)
-    responses = sequences[:, batch["input_ids"].shape[1] :]
-    mask = response_mask(responses, tokenizer.eos_token_id)
-    attention_mask = torch.cat([batch["attention_mask"].bool(), mask], dim=1)
-    texts = tokenizer.batch_decode(responses.masked_fill(~mask, tokenizer.pad_token_id), skip_special_tokens=True)
-    with torch.no_grad():
-        scores = base.scores(sequences, attention_mask)
-        logprobs, ref_logprobs = (
-            base.logprobs(each, sequences, attention_mask, responses.shape[1]) for each in (role, Role.REFERENCE)
-        )
+    nf4: Path,
+    policies: Mapping[str, str | Adapter],
+    reward: str | Adapter,
+    rows: Sequence[dict[str, str]],
+    config: EvaluationConfig,
+) -> dict[str, Reviews]:
+    """Return what each policy writes to the prompts of `rows`, judged; the KL is measured from the first policy."""
+    base = load_policies(str(nf4), policies, config, reward=reward)
+    names = list(policies)
+    evaluation = evaluate_policies(base, names, Dataset.from_list(list(rows)), [gold_reward], config, names[0])
+    return {name: _reviews(evaluation, name) for name in names}
+
+
+def _reviews(evaluation: Evaluation, policy: str) -> Reviews:
+    samples = evaluation.policies[policy]
+    pairs = zip(evaluation.prompts, samples.completions, strict=True)
     return Reviews(
-        prompts=list(prompts),
-        texts=texts,
-        scores=scores.tolist(),
-        golds=[gold_score(text) for text in texts],
-        kl=(logprobs - ref_logprobs).sum(1).mean().item(),
-        length=mask.sum(1).float().mean().item(),
+        prompts=[prompt for prompt, texts in pairs for _ in texts],
+        texts=[text for texts in samples.completions for text in texts],
+        scores=samples.scores["reward_adapter"].flatten().tolist(),
+        golds=samples.scores["gold_reward"].flatten().tolist(),
+        kl=samples.kl.mean().item(),
+        length=samples.lengths.mean().item(),
     )

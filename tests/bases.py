@@ -52,7 +52,8 @@ def lora_config(architecture: str = "llama", **changes) -> LoraConfig:
     return LoraConfig(**{**settings, "fan_in_fan_out": architecture == "gpt2", **changes})
 
 
-def _save_random_adapter(model: PeftModel, seed: int) -> str:
+def save_random_adapter(model: PeftModel, seed: int) -> str:
+    """A folder with an adapter whose weights are random, those of its saved modules too."""
     randomize([p for name, p in model.named_parameters() if "lora_" in name], seed, scale=0.1)
     randomize([p for name, p in model.named_parameters() if "modules_to_save" in name], seed + 1, scale=0.3)
     folder = tempfile.mkdtemp(dir=_FOLDER)
@@ -63,7 +64,7 @@ def _save_random_adapter(model: PeftModel, seed: int) -> str:
 @cache
 def policy_adapter(architecture: str = "llama", seed: int = 1, **changes) -> str:
     """A folder that plain PEFT wrote: a causal adapter with random weights."""
-    return _save_random_adapter(get_peft_model(plain_model(architecture), lora_config(architecture, **changes)), seed)
+    return save_random_adapter(get_peft_model(plain_model(architecture), lora_config(architecture, **changes)), seed)
 
 
 @cache
@@ -71,7 +72,7 @@ def reward_adapter(architecture: str = "llama", seed: int = 2, num_labels: int =
     """A folder that plain PEFT wrote: a SEQ_CLS adapter with random weights and its head."""
     model = plain_model(architecture, auto=AutoModelForSequenceClassification, num_labels=num_labels)
     config = lora_config(architecture, task_type="SEQ_CLS", modules_to_save=["score"], **changes)
-    return _save_random_adapter(get_peft_model(model, config), seed)
+    return save_random_adapter(get_peft_model(model, config), seed)
 
 
 def make_base(architecture: str = "llama", kind: str = "float32", **options) -> SharedBase:

@@ -16,6 +16,8 @@ from transformers import (
 PAD, EOS, BOS = 0, 1, 2
 VOCABULARY = 50
 ARCHITECTURES = ("llama", "qwen2", "gpt2", "gpt_neox")
+MORE_ARCHITECTURES = ("mistral", "gemma", "phi", "falcon")
+"""For what has to hold for every architecture and is quickly seen."""
 
 _SIZES = {
     "llama": dict(
@@ -31,6 +33,19 @@ _SIZES = {
     ),
     "gpt2": dict(n_embd=64, n_layer=2, n_head=4, n_positions=128),
     "gpt_neox": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4),
+    "mistral": dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    ),
+    "gemma": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=16,
+    ),
+    "phi": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4),
+    "falcon": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
 }
 
 

@@ -6,6 +6,7 @@ True is a real token. Masked positions of a result are 0.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -142,3 +143,32 @@ def value_loss(
         errors.append(max((value - target) ** 2, (near - target) ** 2))
         clipped += (near - target) ** 2 > (value - target) ** 2
     return 0.5 * math.fsum(errors) / len(errors), clipped / len(errors)
+
+
+def distinct_n(texts: Sequence[Sequence[int]], n: int) -> float:
+    """Different n-grams over n-grams, counted one by one."""
+    seen: list[list[int]] = []
+    total = 0
+    for text in texts:
+        for start in range(len(text)):
+            gram = list(text[start : start + n])
+            if len(gram) == n:
+                total += 1
+                if gram not in seen:
+                    seen.append(gram)
+    return len(seen) / total if total else 0.0
+
+
+def win_rate(scores_a: Row, scores_b: Row) -> float:
+    """One prompt: wins and half of the ties over all pairs."""
+    wins = 0.0
+    for a in scores_a:
+        for b in scores_b:
+            wins += 1.0 if a > b else 0.5 if a == b else 0.0
+    return wins / (len(scores_a) * len(scores_b))
+
+
+def best_of_n(scores: Row, n: int) -> float:
+    """One prompt: the mean of the largest score over every set of n samples."""
+    largest = [max(chosen) for chosen in itertools.combinations(scores, n)]
+    return math.fsum(largest) / len(largest)

@@ -75,7 +75,7 @@ def test_a_head_on_a_text_role_is_left_alone(name):
     ("base", "text"),
     [
         (lambda: tiny_model("gpt2"), "GPT2LMHeadModel"),
-        (lambda: tiny_model(hidden_size=32), r"\[4, 64\] in the adapter and \[4, 32\] on the base"),
+        (lambda: tiny_model(hidden_size=32), "the base in memory: .*whose hidden size is 64; here it is 32"),
         (lambda: tiny_model(num_hidden_layers=1), "0 tensors are missing and 14 have no place"),
         (lambda: tiny_model(num_hidden_layers=3), r"14 tensors are missing \(the first: .*layers.2.* 0 have no place"),
         (lambda: tiny_model(intermediate_size=96), r"\[128, 4\] in the adapter and \[96, 4\] on the base"),
@@ -109,8 +109,23 @@ def _refused_loads(base: SharedBase):
     yield "2 outputs", Adapter(good.config, good.tensors, {"weight": torch.zeros(2, 64)})
     yield "hidden size 32; the base's is 64", Adapter(good.config, good.tensors, {"weight": torch.zeros(1, 32)})
     yield "1 tensors are missing", Adapter(good.config, without, good.head)
-    yield "1 have no place", Adapter(good.config, {**good.tensors, "extra": torch.zeros(1)}, good.head)
+    yield "1 have no place", Adapter(good.config, {**good.tensors, "lora_extra": torch.zeros(1)}, good.head)
+    yield (
+        "holds extra, which the base does not",
+        Adapter(good.config, {**good.tensors, "extra": torch.zeros(1)}, good.head),
+    )
     yield r"\[5, 5\] in the adapter", Adapter(good.config, {**good.tensors, first: torch.zeros(5, 5)}, good.head)
+
+
+@pytest.mark.parametrize(("option", "value"), [("lora_alpha", 77), ("use_rslora", True), ("alpha_pattern", {"q": 3})])
+def test_tensors_are_not_loaded_under_another_scaling(option, value):
+    base = full_base()
+    before = copied(base.adapter("policy"))
+    other = read_adapter(policy_adapter(**{option: value} if option != "alpha_pattern" else {}))
+    setattr(other.config, option, value)
+    with pytest.raises(ValueError, match=f"The policy adapter .* has .*'{option}': {value}.*, the role's own adapter"):
+        base.load_adapter("policy", other)
+    assert_same_adapter(base.adapter("policy"), before)
 
 
 def test_a_refused_load_changes_nothing():

@@ -254,11 +254,13 @@ def test_loading_the_value_takes_the_head_too():
         ("org/name@main", "org/name", "main"),
         ("org/name@refs/pr/3", "org/name", "refs/pr/3"),
         ("name@v1.0", "name", "v1.0"),
+        ("org/name:value", "org/name", None),
+        ("org/name@v1:deep/value", "org/name", "v1"),
     ],
 )
 def test_a_source_is_parsed(text, location, revision):
     parsed = AdapterSource.parse(text)
-    assert parsed == AdapterSource(location, revision)
+    assert parsed == AdapterSource(location, revision, text.partition(":")[2] or None)
     assert str(parsed) == text
     assert AdapterSource.parse(parsed) is parsed
 
@@ -274,27 +276,8 @@ def test_a_subfolder_is_read(tmp_path):
     shutil.copytree(policy_adapter(), tmp_path / "checkpoint" / "policy")
     given = read_adapter(AdapterSource(str(tmp_path / "checkpoint"), subfolder="policy"))
     assert_same_adapter(given, read_adapter(policy_adapter()))
-    base = make_base(policy=AdapterSource(str(tmp_path / "checkpoint"), subfolder="policy"))
-    assert_same_adapter(base.adapter("policy"), given)
-
-
-def test_a_hub_source_is_downloaded_with_its_revision(monkeypatch):
-    asked = []
-
-    def download(repo, name, revision=None, subfolder=None):
-        asked.append((repo, name, revision, subfolder))
-        return f"{reward_adapter()}/{name}"
-
-    monkeypatch.setattr("ppo_lora.adapters.hf_hub_download", download)
-    given = read_adapter("org/reward@abc")
-    assert_same_adapter(given, read_adapter(reward_adapter()))
-    assert given.source == "org/reward@abc"
-    assert set(asked) == {
-        ("org/reward", "adapter_config.json", "abc", None),
-        ("org/reward", "adapter_model.safetensors", "abc", None),
-    }
-    read_adapter(AdapterSource("org/reward", "abc", "deep"))
-    assert asked[-1] == ("org/reward", "adapter_model.safetensors", "abc", "deep")
+    for source in (AdapterSource(str(tmp_path / "checkpoint"), subfolder="policy"), f"{tmp_path}/checkpoint:policy"):
+        assert_same_adapter(make_base(policy=source).adapter("policy"), given)
 
 
 # Heads

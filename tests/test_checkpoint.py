@@ -36,9 +36,10 @@ def test_the_manifest_says_what_the_roles_stand_on(tmp_path):
     base = SharedBase.from_pretrained(folder, quantization_config=nf4_config(), value="shared")
     save_roles(tmp_path / "run", base, SCHEDULE)
     manifest = json.loads((tmp_path / "run" / "ppo_lora.json").read_text())
-    assert manifest["base"] == folder and manifest["schedule"] == SCHEDULE
-    assert manifest["quantization"]["bnb_4bit_quant_type"] == "nf4"
-    assert manifest["roles"] == {"policy": None, "reference": None, "value": "shared"}
+    assert manifest["base"]["name"] == folder and manifest["schedule"] == SCHEDULE
+    assert manifest["base"]["quantization"] == "nf4" and manifest["base"]["vocab_size"] == 50
+    shared = {"source": "the policy's", "revision": None, "sha256": None}
+    assert manifest["roles"] == {"policy": None, "reference": None, "value": shared}
     assert {"torch", "peft", "ppo_lora"} <= set(manifest["versions"])
 
 

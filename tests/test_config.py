@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import pickle
 import re
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ SETTINGS = {
     "bf16": False,
     "model_init_kwargs": {"attn_implementation": "sdpa", "revision": "main"},
     "trust_remote_code": True,
+    "allow_pickle": True,
+    "save_value": False,
     "max_prompt_length": 33,
     "overlong_prompts": "drop",
     "max_completion_length": 44,
@@ -276,6 +279,19 @@ def test_model_options(make):
     assert make().model_options == {"trust_remote_code": False}
     given = make(trust_remote_code=True, model_init_kwargs={"revision": "main"})
     assert given.model_options == {"trust_remote_code": True, "revision": "main"}
+
+
+def test_tokens_are_in_nothing_that_is_written(make):
+    config = make(
+        hub_token="hf_secret1",
+        model_init_kwargs={"token": "hf_secret2", "revision": "main", "deep": {"token": "hf_s3"}},
+    )
+    written = [repr(config), str(config), config.to_json_string(), pickle.dumps(config)]
+    assert not [text for text in written if "hf_s" in (text if isinstance(text, str) else text.decode("latin1"))]
+    assert config.hub_token == "hf_secret1" and config.model_init_kwargs["token"] == "hf_secret2"
+    again = pickle.loads(written[-1])
+    assert again.model_init_kwargs == {"token": None, "revision": "main", "deep": {"token": None}}
+    assert again.learning_rate == config.learning_rate
 
 
 @pytest.mark.parametrize("switch", [True, False])

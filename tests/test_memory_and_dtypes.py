@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +22,8 @@ from bases import (
     reward_adapter,
 )
 from builders import ARCHITECTURES, padded_batch, tiny_model
-from ppo_lora import SharedBase
+from ppo_lora import SharedBase, read_adapter
+from ppo_lora.identity import BaseIdentity
 
 P, T = 5, 6
 
@@ -49,7 +52,8 @@ def _wide_base(kind: str) -> SharedBase:
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(vocab_size=V_WIDE), quantization_config=quantization(kind)
     )
-    return SharedBase(model, reward=reward_adapter(), peft_config=lora_config())
+    reward = replace(read_adapter(reward_adapter()), trained_on=BaseIdentity())  # of a base with few tokens
+    return SharedBase(model, reward=reward, peft_config=lora_config())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,7 +26,7 @@ import recipe_base  # noqa: E402
 import recipe_data  # noqa: E402
 import recipe_evaluation  # noqa: E402
 import recipe_stages  # noqa: E402
-from ppo_lora import Role, SharedBase  # noqa: E402
+from ppo_lora import EvaluationConfig, Role, SharedBase  # noqa: E402
 
 TINY = recipe_base.BaseSettings(texts=64, steps=2, batch_size=4, layers=1, heads=2)
 
@@ -147,25 +147,19 @@ def test_base_is_saved_in_nf4_and_used_again(base_folder: Path) -> None:
     assert not recipe_base.is_made(base_folder / "nowhere", TINY)
 
 
-def test_response_mask_ends_with_the_first_stop_token() -> None:
-    responses = torch.tensor([[5, 3, 3, 0], [5, 6, 7, 8], [3, 0, 0, 0]])
-    expected = [[True, True, False, False], [True] * 4, [True, False, False, False]]
-    assert quickstart_evaluation.response_mask(responses, eos_token_id=3).tolist() == expected
-
-
-def test_fresh_policy_writes_what_its_reference_writes(base_folder: Path) -> None:
-    reward = SharedBase.from_pretrained(str(base_folder / "nf4")).adapter(Role.VALUE)
-    base = SharedBase.from_pretrained(str(base_folder / "nf4"), reward=reward)
-    tokenizer = recipe_evaluation.load_tokenizer(base_folder / "nf4")
-    prompts = ["review of the red mug :", "what i think of the green garden chair :"]
-    policy, reference = (
-        quickstart_evaluation.write_reviews(base, tokenizer, role, prompts, max_new_tokens=6, seed=1)
-        for role in (Role.POLICY, Role.REFERENCE)
-    )
-    assert policy == reference
-    assert policy.kl == 0.0
-    assert policy.scores == [0.0, 0.0]  # the value head of a fresh base is zero
-    assert 1 <= policy.length <= 6
+def test_fresh_policies_write_the_same_reviews(base_folder: Path, tmp_path: Path) -> None:
+    nf4 = base_folder / "nf4"
+    base = SharedBase.from_pretrained(str(nf4))
+    policies = {name: base.adapter(Role.POLICY) for name in ("sft", "ppo")}
+    rows = [{"prompt": "review of the red mug :"}, {"prompt": "what i think of the green garden chair :"}]
+    config = EvaluationConfig(num_samples=2, temperature=1.0, max_completion_length=6, seed=1)
+    reviews = quickstart_evaluation.write_reviews(nf4, policies, base.adapter(Role.VALUE), rows, config)
+    assert reviews["ppo"] == reviews["sft"]
+    assert reviews["ppo"].prompts == [rows[0]["prompt"]] * 2 + [rows[1]["prompt"]] * 2
+    assert reviews["ppo"].kl == 0.0
+    assert reviews["ppo"].scores == [0.0] * 4  # the value head of a fresh base is zero
+    assert reviews["ppo"].golds == [quickstart_data.gold_score(text) for text in reviews["ppo"].texts]
+    assert 1 <= reviews["ppo"].length <= 6
 
 
 def test_pair_accuracy_counts_pairs_in_the_right_order() -> None:

@@ -30,7 +30,7 @@ def test_the_saved_policy_is_plain_peft(tmp_path):
         with torch.no_grad():
             torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=0)
     manifest = json.loads((tmp_path / "run" / "ppo_lora.json").read_text())
-    assert manifest["base"] == folder and set(manifest["roles"]) == {"policy", "reference", "value"}
+    assert manifest["base"]["name"] == folder and set(manifest["roles"]) == {"policy", "reference", "value"}
 
 
 def test_the_saved_value_role_comes_back_bit_for_bit(tmp_path):
@@ -91,6 +91,18 @@ def test_the_policy_is_pushed_with_its_value_role_and_card(tmp_path, monkeypatch
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.datasets == "someone/prompts" and "objective/scores" in card.text
     assert "hf_secret" not in card.content
+
+
+def test_the_value_role_can_be_kept_back(tmp_path):
+    made = trainer(tmp_path, save_value=False, save_strategy="steps", save_steps=4)
+    made.train()
+    made.save_model()
+    made.create_model_card()
+    assert not (tmp_path / "value").exists() and ":value" not in (tmp_path / "README.md").read_text()
+    assert read_adapter(tmp_path / "checkpoint-4" / "value").head is not None
+    again = trainer(tmp_path, save_value=False, max_steps=8)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.state.global_step == 8
 
 
 def test_the_best_checkpoint_comes_back_at_the_end(tmp_path):

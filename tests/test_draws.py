@@ -1,0 +1,76 @@
+"""Sampling with random numbers of each row's own, against plain Python."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders import EOS, PAD, tiny_model, tiny_tokenizer
+from ppo_lora import Prompts, SharedBase
+from ppo_lora.draws import InverseTransform, uniform_draws
+from ppo_lora.evaluation import EvaluationConfig
+from ppo_lora.rollout import sample
+
+
+def token(logits: list[float], number: float, temperature: float) -> int:
+    """The first token at which the cumulative distribution exceeds the number."""
+    largest = max(logits)
+    weights = [math.exp((logit - largest) / temperature) for logit in logits]
+    return next(i for i, total in enumerate(accumulate(weights)) if total > number * sum(weights))
+
+
+def drawn(logits: torch.Tensor, number: float, temperature: float = 1.0) -> int:
+    """The token that is left of one row, drawn as the second after a prompt of three."""
+    draws = torch.tensor([[0.99, number]], dtype=torch.float64)
+    (row,) = InverseTransform(draws, temperature, prompt_length=3)(torch.zeros(1, 4, dtype=torch.long), logits[None])
+    assert row.isfinite().sum() == 1
+    return int(row.argmax())
+
+
+@given(
+    logits=st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=6),
+    number=st.sampled_from([0.0, 0.1, 0.37, 0.51, 0.93]),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+)
+def test_the_token_is_the_one_by_hand(logits, number, temperature):
+    assert drawn(torch.tensor(logits), number, temperature) == token(logits, number, temperature)
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=40).filter(any), st.sampled_from([0.0, 1 - 2**-53]))
+def test_impossible_tokens_are_never_drawn(possible, number):
+    logits = torch.where(torch.tensor(possible), 0.3, -torch.inf)
+    assert possible[drawn(logits, number)]
+
+
+def test_tokens_come_as_often_as_they_are_likely():
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    count = 20_000
+    numbers = uniform_draws(count, 1, 7)
+    drawn = InverseTransform(numbers, 0.8, 0)(torch.zeros(count, 0, dtype=torch.long), logits.repeat(count, 1))
+    shares = torch.bincount(drawn.argmax(dim=1), minlength=4) / count
+    torch.testing.assert_close(shares, (logits / 0.8).softmax(0), rtol=0, atol=0.015)
+
+
+def test_streams_are_their_own_and_leave_the_global_numbers_alone():
+    before = torch.random.get_rng_state()
+    first, again, other = (uniform_draws(3, 5, 1, stream) for stream in (2, 2, 3))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert first.dtype == torch.float64 and first.min() >= 0 and first.max() < 1
+
+
+def test_a_row_says_the_same_whatever_stands_beside_it():
+    base = SharedBase(tiny_model(initializer_range=0.2))
+    ids = torch.tensor([[5, 9], [7, 3], [4, 4]])
+    prompts = Prompts(ids, torch.ones_like(ids).bool())
+    config = EvaluationConfig(max_completion_length=8, temperature=1.0)
+    draws = uniform_draws(3, 8, 0)
+    together = sample(base, prompts, config, [EOS], PAD, draws=draws).completion_ids()
+    for row in range(3):
+        one = Prompts(ids[row : row + 1], prompts.attention_mask[row : row + 1])
+        assert sample(base, one, config, [EOS], PAD, draws=draws[row : row + 1]).completion_ids() == [together[row]]
+    assert len({tuple(row) for row in together}) == 3 and tiny_tokenizer().eos_token_id == EOS
