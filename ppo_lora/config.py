@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from transformers import TrainingArguments
 
+from .losses import LOSS_AGGREGATIONS
 from .rewards import KL_ESTIMATORS
-
-SAMPLING_KWARGS = frozenset(
-    {"max_time", "cache_implementation", "cache_config", "prefill_chunk_size", "disable_compile"}
-)
-"""`generation_kwargs` that do not change the distribution that is sampled from."""
+from .validation import check_config, check_steps
 
 
 class SamplingOptions(Protocol):
@@ -116,10 +113,40 @@ class PPOConfig(TrainingArguments):
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "Weight of each reward source: the reward adapter first, then reward_funcs."}
     )
-    kl_coef: float = field(default=0.05, metadata={"help": "Weight of the KL penalty in the per-token reward."})
+    kl_coef: float = field(
+        default=0.05, metadata={"help": "Weight of the KL to the reference; where it starts, if there is a kl_target."}
+    )
     kl_estimator: str = field(
         default="k1",
-        metadata={"help": "Estimator of the KL to the reference in the reward.", "choices": sorted(KL_ESTIMATORS)},
+        metadata={
+            "help": "Estimator of the KL to the reference (Schulman 2020, Approximating KL divergence).",
+            "choices": sorted(KL_ESTIMATORS),
+        },
+    )
+    kl_in: str = field(
+        default="reward",
+        metadata={
+            "help": "Where the KL penalty goes: into the per-token reward (Ziegler et al. 2019, arXiv 1909.08593), or "
+            "into the loss, corrected for the ratio (arXiv 2512.02556).",
+            "choices": ["reward", "loss"],
+        },
+    )
+    kl_target: float | None = field(
+        default=None,
+        metadata={
+            "help": "Adapt kl_coef so that objective/kl, nats a response, comes to this (Ziegler et al. 2019, section "
+            "2.2). Default: kl_coef stays."
+        },
+    )
+    kl_horizon: int = field(
+        default=10000, metadata={"help": "Responses over which kl_coef follows kl_target; fewer follow faster."}
+    )
+    normalize_kl_by_length: bool = field(
+        default=False, metadata={"help": "Divide each response's KL penalty in the reward by its number of tokens."}
+    )
+    log_exact_kl: bool = field(
+        default=False,
+        metadata={"help": "Log objective/exact_kl too, the KL over the whole vocabulary at every sampled token."},
     )
     missing_eos_penalty: float | None = field(
         default=None, metadata={"help": "Positive number taken off the score of a response without a stop token."}
@@ -137,10 +164,54 @@ class PPOConfig(TrainingArguments):
     num_mini_batches: int = field(default=1, metadata={"help": "Mini-batches (optimizer steps) per pass."})
     gamma: float = field(default=1.0, metadata={"help": "Discount."})
     lam: float = field(default=0.95, metadata={"help": "Lambda of generalized advantage estimation."})
-    cliprange: float = field(default=0.2, metadata={"help": "Clip range of the policy's ratio."})
+    cliprange: float = field(
+        default=0.2, metadata={"help": "Clip range of the policy's ratio (Schulman et al. 2017, arXiv 1707.06347)."}
+    )
+    cliprange_high: float | None = field(
+        default=None,
+        metadata={
+            "help": "Clip range above 1, where it differs (clip-higher of arXiv 2503.14476). Default: cliprange."
+        },
+    )
+    dual_clip: float | None = field(
+        default=None,
+        metadata={
+            "help": "Bound of the ratio, over 1, where the advantage is negative (Ye et al. 2020, arXiv 1912.09729). "
+            "Default: none."
+        },
+    )
+    target_kl: float | None = field(
+        default=None,
+        metadata={
+            "help": "End an iteration's updates where a mini-batch's policy/approxkl_avg is over 1.5 times this (as "
+            "OpenAI Spinning Up). Default: never."
+        },
+    )
+    ratio_threshold: float | None = field(
+        default=None,
+        metadata={"help": "Skip mini-batches whose mean ratio is over this (TRL's former option). Default: never."},
+    )
+    loss_aggregation: str = field(
+        default="token_mean",
+        metadata={
+            "help": "How tokens' losses become one: mean over tokens, mean over responses of their token means (arXiv "
+            "2402.03300), or sum over responses * max_completion_length (arXiv 2503.20783).",
+            "choices": list(LOSS_AGGREGATIONS),
+        },
+    )
+    importance_sampling_cap: float | None = field(
+        default=None,
+        metadata={
+            "help": "Multiply each token's advantage by its probability in training over that in sampling, at most "
+            "this (truncated importance sampling, Yao et al. 2025). Default: no correction."
+        },
+    )
     cliprange_value: float = field(default=0.2, metadata={"help": "Clip range of the value, in units of the score."})
     vf_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
     entropy_coef: float = field(default=0.0, metadata={"help": "Weight of the entropy bonus."})
+    value_warmup_iterations: int = field(
+        default=0, metadata={"help": "First iterations that train the value role alone (verl's critic_warmup)."}
+    )
     value_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the value adapter and head. Default: learning_rate."}
     )
@@ -169,13 +240,10 @@ class PPOConfig(TrainingArguments):
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "objective/scores"
         super().__post_init__()
-        _check_numbers(self)
-        _check_sampling(self)
-        _check_missing_eos(self)
-        _check_unsupported(self)
+        check_config(self)
         if self.total_episodes is not None:
             self.max_steps = self._steps_for(self.total_episodes)
-        _check_steps(self)
+        check_steps(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without tokens: transformers pickles its arguments into folders that it pushes."""
@@ -270,104 +338,3 @@ def _parsed(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | N
     if not isinstance(parsed, dict):
         raise ValueError(message)
     return parsed
-
-
-_POSITIVE_INTEGERS = (
-    "max_completion_length",
-    "local_rollout_forward_batch_size",
-    "num_ppo_epochs",
-    "num_mini_batches",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-)
-_POSITIVE = ("temperature", "cliprange", "cliprange_value")
-_UNIT = ("gamma", "lam")
-_NOT_NEGATIVE = ("kl_coef", "vf_coef", "entropy_coef", "learning_rate", "num_completions_to_print")
-_OPTIONAL_POSITIVE = ("value_learning_rate", "missing_eos_penalty")
-_OPTIONAL_POSITIVE_INTEGERS = ("max_prompt_length", "total_episodes")
-
-
-_NUMBERS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (_POSITIVE_INTEGERS, lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1"),
-    (_OPTIONAL_POSITIVE_INTEGERS, lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1"),
-    (_POSITIVE + _OPTIONAL_POSITIVE, lambda number: number > 0, "a number above 0"),
-    (_UNIT, lambda number: 0 <= number <= 1, "a number from 0 to 1"),
-    (_NOT_NEGATIVE, lambda number: number >= 0, "a number of at least 0"),
-    (("missing_eos_score",), lambda number: True, "a finite number"),
-)
-_MAY_BE_NONE = {*_OPTIONAL_POSITIVE, *_OPTIONAL_POSITIVE_INTEGERS, "missing_eos_score"}
-
-
-def _check_numbers(config: PPOConfig) -> None:
-    for names, holds, wanted in _NUMBERS:
-        for name in names:
-            check_number(name, getattr(config, name), holds, wanted)
-    for weight in config.reward_weights or []:
-        check_number("reward_weights", weight, lambda number: True, "finite numbers")
-    for token in config.stop_token_ids or []:
-        check_number("stop_token_ids", token, lambda number: isinstance(number, int) and number >= 0, "token ids")
-    for name, choices in (("kl_estimator", sorted(KL_ESTIMATORS)), ("overlong_prompts", ["truncate", "drop"])):
-        if getattr(config, name) not in choices:
-            raise ValueError(f"{name} is {getattr(config, name)!r}; expected one of {choices}.")
-    if config.fp16:
-        raise ValueError("fp16=True: PPO's ratios overflow in float16. Use bf16=True, or neither for float32.")
-
-
-def check_number(name: str, number: Any, holds: Callable[[Any], bool], wanted: str) -> None:
-    """Refuse a number that is not finite or for which ``holds`` is not true; ``wanted`` says what it should be."""
-    optional = name in _MAY_BE_NONE
-    if number is None and optional:
-        return
-    known = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
-    if not known or not holds(number):
-        raise ValueError(f"{name} is {number!r}; expected {wanted}{', or None' if optional else ''}.")
-
-
-def _check_sampling(config: PPOConfig) -> None:
-    why = "PPO's log-probabilities are those of the whole distribution, so the ratio would start away from 1"
-    if config.top_p != 1.0:
-        raise ValueError(f"top_p is {config.top_p}; expected 1.0 ({why}). Lower the temperature instead.")
-    if config.top_k not in (0, None, -1):
-        raise ValueError(f"top_k is {config.top_k}; expected 0 ({why}). Lower the temperature instead.")
-    refused = sorted(set(config.generation_kwargs or {}) - SAMPLING_KWARGS)
-    if refused:
-        raise ValueError(
-            f"generation_kwargs has {refused}; allowed are {sorted(SAMPLING_KWARGS)}. Others change which tokens are "
-            f"sampled: {why}. Lengths, stop tokens and the temperature have options of their own."
-        )
-
-
-_UNSUPPORTED = {
-    "ignore_data_skip": (False, "a resumed run takes the prompts that come next anyway"),
-    "auto_find_batch_size": (False, "set local_rollout_forward_batch_size and per_device_train_batch_size"),
-    "include_num_input_tokens_seen": ("no", "time/tokens_per_second is logged"),
-    "label_smoothing_factor": (0.0, "PPO has no labels"),
-    "neftune_noise_alpha": (None, "the ratio would not start at 1"),
-    "torch_compile": (False, "roles switch inside the model"),
-    "use_liger_kernel": (False, "the output head is chunked already"),
-}
-"""Options of TrainingArguments that would do nothing or harm here: the value that leaves them off, and why."""
-
-
-def _check_unsupported(config: PPOConfig) -> None:
-    for name, (off, why) in _UNSUPPORTED.items():
-        given = getattr(config, name, off)
-        if given not in (off, None, False):
-            raise ValueError(f"{name} is {given!r}; expected {off!r}: PPO does not use it ({why}).")
-
-
-def _check_missing_eos(config: PPOConfig) -> None:
-    if config.missing_eos_penalty is not None and config.missing_eos_score is not None:
-        raise ValueError(
-            f"Both missing_eos_penalty={config.missing_eos_penalty} (subtract) and "
-            f"missing_eos_score={config.missing_eos_score} (replace) are given; set one of them."
-        )
-
-
-def _check_steps(config: PPOConfig) -> None:
-    if config.max_steps > 0 and config.max_steps % config.steps_per_iteration:
-        per = config.steps_per_iteration
-        raise ValueError(
-            f"max_steps={config.max_steps} is not a whole number of iterations: one takes num_ppo_epochs * "
-            f"num_mini_batches = {per} steps. Use {-(-config.max_steps // per) * per}, or total_episodes."
-        )

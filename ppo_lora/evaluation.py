@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .adapters import SHARED, AdapterLike, read_roles
-from .config import check_number
 from .data import PromptDataset
 from .draws import uniform_draws
 from .manifest import package_versions
@@ -23,6 +22,7 @@ from .scorers import RewardFunction, Scorer, read_responses
 from .setup import check_lengths, stop_token_ids, tokenizer_for
 from .shared_base import SharedBase
 from .types import Rollout
+from .validation import check_number
 
 BASE = "base"
 """The name of the policy without an adapter."""

@@ -25,6 +25,19 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return kept.sum() / mask.sum().clamp(min=1)
 
 
+def masked_sum(values: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Sum over the True positions of ``mask`` of ``weights * values``; the mean over them where there are no weights.
+
+    Args:
+        values: float tensor of any shape.
+        mask: bool tensor of the same shape.
+        weights: float tensor of the same shape, or None for one over the number of True positions.
+    """
+    if weights is None:
+        return masked_mean(values, mask)
+    return (torch.where(mask, values, torch.zeros_like(values)) * weights).sum()
+
+
 def masked_var(values: Tensor, mask: Tensor) -> Tensor:
     """Unbiased variance over the True positions of ``mask`` (divided by n - 1); 0 where there are fewer than two.
 

@@ -33,7 +33,6 @@ from .config import PPOConfig
 from .data import PromptDataset, iteration_rows
 from .display import completions_table, print_table
 from .hub import hub_errors
-from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus, policy_statistics
 from .manifest import package_versions
 from .metrics import PhaseClock, RunningMeans
 from .reward_models import ModelReward, RewardSource, reward_functions
@@ -53,6 +52,7 @@ from .setup import (
 from .shared_base import SharedBase
 from .stream import ExperienceStream
 from .types import Experience, Prompts
+from .update import MicroBatch, PolicyValueUpdate, micro_batches_of_step
 
 _ROLLOUTS, _EVALUATIONS = 1, 3  # streams of random numbers; the shuffles' is 2
 
@@ -134,7 +134,6 @@ class PPOTrainer(Trainer):
         self._means = RunningMeans()
         self._clock = PhaseClock()
         self._scored: ScoredRollout | None = None
-        self._watched: list[tuple[Experience, Tensor, Tensor]] = []
         self.kl_coef = args.kl_coef
         super().__init__(
             model=self.base,
@@ -145,6 +144,7 @@ class PPOTrainer(Trainer):
             callbacks=[*(callbacks or []), IterationEndCallback(args.steps_per_iteration)],
             optimizers=optimizers,
         )
+        self._update = PolicyValueUpdate(self.base, args, self.accelerator, self._means)
         for function in functions:
             if isinstance(function, ModelReward):
                 function.to(self.accelerator.device)
@@ -154,7 +154,8 @@ class PPOTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """See ``Trainer.train``. What an earlier call left unlogged is forgotten."""
         self._means, self._clock = RunningMeans(), PhaseClock()
-        self._watched, self._scored = [], None
+        self._scored = None
+        self._update = PolicyValueUpdate(self.base, self.args, self.accelerator, self._means)
         return super().train(*args, **kwargs)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
@@ -186,90 +187,33 @@ class PPOTrainer(Trainer):
         self._enter("scoring")
         self._scored = self._collector.score(prompts, rollout, self.kl_coef, self._sum_over_processes, self.state)
         self._means.add(self._scored.metrics)
+        self._update.begin_iteration(iteration, self.kl_coef)
         self._enter("updating")
         return self._scored.experience
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Experience], num_batches: int, device: torch.device
-    ) -> tuple[list[Experience], Tensor]:
-        """The micro-batches of one optimizer step, and the number of response tokens in it over all processes."""
-        batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
-        tokens = torch.stack([batch.response_mask.sum() for batch in batches]).sum()
-        return batches, self.accelerator.reduce(tokens.to(device), reduction="sum")
+    ) -> tuple[list[MicroBatch], None]:
+        """The micro-batches of one optimizer step; see :func:`~ppo_lora.update.micro_batches_of_step`."""
+        pieces = [piece for _, piece in zip(range(num_batches), epoch_iterator, strict=False)]
+        return micro_batches_of_step(pieces, self.args, self._sum_over_processes), None
 
     # One optimizer step
 
     def training_step(
-        self, model: nn.Module, inputs: Experience, num_items_in_batch: Tensor | int | None = None
+        self, model: nn.Module, inputs: MicroBatch, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Add one micro-batch's gradients: the policy's forward and backward, then the value's.
-
-        Losses divide by the token count of the whole step, so splitting a mini-batch does not change its gradient.
+        """Add one micro-batch's gradients; at the last one of a step, decide whether the step is taken.
 
         Raises:
             FloatingPointError: the loss or a gradient is not finite; the weights are as before the step.
         """
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode
-        tokens = inputs.response_mask.sum()
-        # DDP averages the gradients of the processes; their sum over the common token count is wanted.
-        share = tokens / (num_items_in_batch or tokens) * self.accelerator.num_processes
-        policy_loss, logprobs = self._policy_step(model, inputs, share, tokens)
-        value_loss, values = self._value_step(model, inputs, share, tokens)
-        self._watched.append((inputs, logprobs, values))
+        loss = self._update.gradients(model, inputs)
         if self.accelerator.sync_gradients:
-            self._stop_if_not_finite()
-        return share * (policy_loss + self.args.vf_coef * value_loss)
-
-    def _policy_step(
-        self, model: nn.Module, batch: Experience, share: Tensor, tokens: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        args, mask = self.args, batch.response_mask
-        logprobs, entropy = model(
-            Role.POLICY,
-            batch.sequences,
-            batch.attention_mask,
-            batch.response_length,
-            temperature=args.temperature,
-            entropy_gradient=args.entropy_coef > 0,
-        )
-        loss, clip_fraction = clipped_policy_loss(logprobs, batch.logprobs, batch.advantages, mask, args.cliprange)
-        total = loss + entropy_bonus(entropy, mask, args.entropy_coef) if args.entropy_coef else loss
-        self.accelerator.backward(total * share)
-        moved = policy_statistics(logprobs, batch.logprobs, mask)
-        watched = {
-            "loss/policy_avg": loss,
-            "policy/clipfrac_avg": clip_fraction,
-            "policy/approxkl_avg": moved["approxkl"],
-            "val/ratio": moved["ratio"],
-            "val/ratio_var": moved["ratio_var"],
-        }
-        self._means.add(watched, weight=tokens)
-        return total.detach(), logprobs.detach()
-
-    def _value_step(self, model: nn.Module, batch: Experience, share: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        values = model(Role.VALUE, batch.sequences, batch.attention_mask, batch.response_length)
-        loss, clip_fraction = clipped_value_loss(
-            values, batch.values, batch.returns, batch.response_mask, self.args.cliprange_value
-        )
-        self.accelerator.backward(self.args.vf_coef * loss * share)
-        self._means.add({"loss/value_avg": loss, "val/clipfrac_avg": clip_fraction}, weight=tokens)
-        return loss.detach(), values.detach()
-
-    def _stop_if_not_finite(self) -> None:
-        """Look at the step's gradients before they are used; one wait for the device a step."""
-        watched, self._watched = self._watched, []
-        named = [(name, p.grad) for name, p in self.base.named_parameters() if p.grad is not None]
-        if bool(torch.nn.utils.get_total_norm([gradient for _, gradient in named]).isfinite()):
-            return
-        broken = [name for name, gradient in named if not bool(gradient.isfinite().all())]
-        rows = [_first_broken_row(*step) for step in watched]
-        where = next((row for row in rows if row), "every row's log-probabilities and values are finite")
-        raise FloatingPointError(
-            f"The gradient is not finite at step {self.state.global_step + 1}, in {len(broken)} tensors (the first: "
-            f"{broken[0] if broken else 'their norm overflows'}); {where}. The weights were not changed by this step. "
-            "Lower the learning rates, set max_grad_norm, or compute in float32."
-        )
+            self._update.finish_step(self.state.global_step + 1)
+        return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """One parameter group a role: the policy's learning rate and the value's."""
@@ -481,13 +425,3 @@ def _memory() -> dict[str, float]:
     if torch.cuda.is_available():
         memory["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return memory
-
-
-def _first_broken_row(batch: Experience, logprobs: Tensor, values: Tensor) -> str | None:
-    for name, tensor in (("log-probabilities", logprobs), ("values", values)):
-        finite = tensor.isfinite().all(dim=1)
-        if not bool(finite.all()):
-            row = int((~finite).nonzero()[0])
-            ids = batch.sequences[row][batch.attention_mask[row]].tolist()
-            return f"the {name} of row {row} of its micro-batch are not finite (tokens {ids[:20]}...)"
-    return None

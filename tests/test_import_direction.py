@@ -72,12 +72,13 @@ def internal(imported: Import, modules: set[str]) -> str | None:
 
 
 def outside_maths(module: str, source: str) -> list[str]:
-    """Imports that a leaf or maths module may not have: anything but torch, the standard library and the leaves."""
+    """What a leaf or maths module may not import: anything but torch, the standard library, leaves and other maths."""
     allowed = {"torch", *sys.stdlib_module_names}
+    pure = LEAVES if module in LEAVES else LEAVES | MATHS
     return [
-        f"{module}, {imported}: only torch, the standard library, {' and '.join(sorted(LEAVES))} may be imported here"
+        f"{module}, {imported}: only torch, the standard library, {', '.join(sorted(pure))} may be imported here"
         for imported in imports(source)
-        if imported.top not in allowed and internal(imported, LEAVES) not in LEAVES
+        if imported.top not in allowed and internal(imported, pure) not in pure
     ]
 
 

@@ -1,0 +1,147 @@
+"""What an option may be, and which options contradict each other. Errors name the option, and say what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from .losses import LOSS_AGGREGATIONS
+from .rewards import KL_ESTIMATORS
+
+SAMPLING_KWARGS = frozenset(
+    {"max_time", "cache_implementation", "cache_config", "prefill_chunk_size", "disable_compile"}
+)
+"""`generation_kwargs` that do not change the distribution that is sampled from."""
+
+_POSITIVE_INTEGERS = (
+    "max_completion_length",
+    "local_rollout_forward_batch_size",
+    "num_ppo_epochs",
+    "num_mini_batches",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "kl_horizon",
+)
+_POSITIVE = ("temperature", "cliprange", "cliprange_value")
+_UNIT = ("gamma", "lam")
+_NOT_NEGATIVE = ("kl_coef", "vf_coef", "entropy_coef", "learning_rate", "num_completions_to_print")
+_OPTIONAL_POSITIVE = (
+    *("value_learning_rate", "missing_eos_penalty", "kl_target", "target_kl", "cliprange_high"),
+    "importance_sampling_cap",
+)
+_OVER_ONE = ("dual_clip", "ratio_threshold")
+_INTEGERS = ("value_warmup_iterations",)
+_OPTIONAL_POSITIVE_INTEGERS = ("max_prompt_length", "total_episodes")
+
+
+_NUMBERS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_POSITIVE_INTEGERS, lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1"),
+    (_OPTIONAL_POSITIVE_INTEGERS, lambda number: isinstance(number, int) and number >= 1, "an integer of at least 1"),
+    (_POSITIVE + _OPTIONAL_POSITIVE, lambda number: number > 0, "a number above 0"),
+    (_OVER_ONE, lambda number: number > 1, "a number above 1"),
+    (_INTEGERS, lambda number: isinstance(number, int) and number >= 0, "an integer of at least 0"),
+    (_UNIT, lambda number: 0 <= number <= 1, "a number from 0 to 1"),
+    (_NOT_NEGATIVE, lambda number: number >= 0, "a number of at least 0"),
+    (("missing_eos_score",), lambda number: True, "a finite number"),
+)
+_MAY_BE_NONE = {*_OPTIONAL_POSITIVE, *_OVER_ONE, *_OPTIONAL_POSITIVE_INTEGERS, "missing_eos_score"}
+
+
+_CHOICES = {
+    "kl_estimator": sorted(KL_ESTIMATORS),
+    "kl_in": ["reward", "loss"],
+    "loss_aggregation": list(LOSS_AGGREGATIONS),
+    "overlong_prompts": ["truncate", "drop"],
+}
+
+
+def check_config(config: Any) -> None:
+    """Refuse options that PPO cannot run with.
+
+    Args:
+        config: a ``PPOConfig``.
+
+    Raises:
+        ValueError: the message names the option.
+    """
+    _check_numbers(config)
+    _check_sampling(config)
+    _check_missing_eos(config)
+    _check_unsupported(config)
+
+
+def _check_numbers(config: Any) -> None:
+    for names, holds, wanted in _NUMBERS:
+        for name in names:
+            check_number(name, getattr(config, name), holds, wanted)
+    for weight in config.reward_weights or []:
+        check_number("reward_weights", weight, lambda number: True, "finite numbers")
+    for token in config.stop_token_ids or []:
+        check_number("stop_token_ids", token, lambda number: isinstance(number, int) and number >= 0, "token ids")
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ValueError(f"{name} is {getattr(config, name)!r}; expected one of {choices}.")
+    if config.fp16:
+        raise ValueError("fp16=True: PPO's ratios overflow in float16. Use bf16=True, or neither for float32.")
+
+
+def check_number(name: str, number: Any, holds: Callable[[Any], bool], wanted: str) -> None:
+    """Refuse a number that is not finite or for which ``holds`` is not true; ``wanted`` says what it should be."""
+    optional = name in _MAY_BE_NONE
+    if number is None and optional:
+        return
+    known = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    if not known or not holds(number):
+        raise ValueError(f"{name} is {number!r}; expected {wanted}{', or None' if optional else ''}.")
+
+
+def _check_sampling(config: Any) -> None:
+    why = "PPO's log-probabilities are those of the whole distribution, so the ratio would start away from 1"
+    if config.top_p != 1.0:
+        raise ValueError(f"top_p is {config.top_p}; expected 1.0 ({why}). Lower the temperature instead.")
+    if config.top_k not in (0, None, -1):
+        raise ValueError(f"top_k is {config.top_k}; expected 0 ({why}). Lower the temperature instead.")
+    refused = sorted(set(config.generation_kwargs or {}) - SAMPLING_KWARGS)
+    if refused:
+        raise ValueError(
+            f"generation_kwargs has {refused}; allowed are {sorted(SAMPLING_KWARGS)}. Others change which tokens are "
+            f"sampled: {why}. Lengths, stop tokens and the temperature have options of their own."
+        )
+
+
+_UNSUPPORTED = {
+    "ignore_data_skip": (False, "a resumed run takes the prompts that come next anyway"),
+    "auto_find_batch_size": (False, "set local_rollout_forward_batch_size and per_device_train_batch_size"),
+    "include_num_input_tokens_seen": ("no", "time/tokens_per_second is logged"),
+    "label_smoothing_factor": (0.0, "PPO has no labels"),
+    "neftune_noise_alpha": (None, "the ratio would not start at 1"),
+    "torch_compile": (False, "roles switch inside the model"),
+    "use_liger_kernel": (False, "the output head is chunked already"),
+}
+"""Options of TrainingArguments that would do nothing or harm here: the value that leaves them off, and why."""
+
+
+def _check_unsupported(config: Any) -> None:
+    for name, (off, why) in _UNSUPPORTED.items():
+        given = getattr(config, name, off)
+        if given not in (off, None, False):
+            raise ValueError(f"{name} is {given!r}; expected {off!r}: PPO does not use it ({why}).")
+
+
+def _check_missing_eos(config: Any) -> None:
+    if config.missing_eos_penalty is not None and config.missing_eos_score is not None:
+        raise ValueError(
+            f"Both missing_eos_penalty={config.missing_eos_penalty} (subtract) and "
+            f"missing_eos_score={config.missing_eos_score} (replace) are given; set one of them."
+        )
+
+
+def check_steps(config: Any) -> None:
+    """Refuse a number of steps that ends inside an iteration."""
+    if config.max_steps > 0 and config.max_steps % config.steps_per_iteration:
+        per = config.steps_per_iteration
+        raise ValueError(
+            f"max_steps={config.max_steps} is not a whole number of iterations: one takes num_ppo_epochs * "
+            f"num_mini_batches = {per} steps. Use {-(-config.max_steps // per) * per}, or total_episodes."
+        )
