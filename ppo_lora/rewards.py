@@ -96,3 +96,38 @@ def replace_missing_eos(scores: Tensor, stopped: Tensor, score: float) -> Tensor
         score: what an unfinished response is worth, in units of the score.
     """
     return torch.where(stopped, scores, torch.full_like(scores, score))
+
+
+def clip_scores(scores: Tensor, score_clip: float) -> Tensor:
+    """Scores cut to the range from -``score_clip`` to ``score_clip`` (TRL <= 0.11's ``score_clip``), [B] float."""
+    return scores.clamp(-score_clip, score_clip)
+
+
+def overlong_penalties(lengths: Tensor, max_length: int, buffer_length: int, penalty: float) -> Tensor:
+    """What responses lose for their length: nothing up to the buffer, ``penalty`` at the limit, linear in between.
+
+    penalty * clip((|y| - (max_length - buffer_length)) / buffer_length, 0, 1). Source: DAPO (Yu et al. 2025, arXiv
+    2503.14476), section 3.4, equation 13, where the penalty is 1.
+
+    Args:
+        lengths: [B] int64, tokens of each response, the stop token included.
+        max_length: the longest that a response may be, in tokens.
+        buffer_length: the last tokens before it, over which the penalty grows.
+        penalty: a positive number, in units of the score.
+
+    Returns:
+        [B] float32, not negative; to be subtracted.
+    """
+    over = lengths.float() - (max_length - buffer_length)
+    return penalty * (over / buffer_length).clamp(0.0, 1.0)
+
+
+def add_step_rewards(rewards: Tensor, step_rewards: Tensor, mask: Tensor) -> Tensor:
+    """Per-token rewards with those of reward sources that judge tokens or steps on top, [B, T] float.
+
+    Args:
+        rewards: [B, T] float, as :func:`token_rewards` gives them.
+        step_rewards: [B, T] float, each at the token that ends its step.
+        mask: [B, T] bool, True at real response tokens.
+    """
+    return rewards + torch.where(mask, step_rewards.to(rewards.dtype), torch.zeros_like(rewards))

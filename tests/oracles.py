@@ -80,6 +80,28 @@ def discounted_return(rewards: Row, mask: Mask, gamma: float, t: int) -> float:
     return math.fsum(gamma ** (s - t) * rewards[s] for s in range(t, len(rewards)) if mask[s])
 
 
+def running_normalized(batches: Sequence[Row], epsilon: float = 2.0**-23) -> list[list[float]]:
+    """Each batch by the mean and standard deviation of all numbers up to its end, taken over all of them anew."""
+    seen: list[float] = []
+    results = []
+    for batch in batches:
+        seen += batch
+        mean = math.fsum(seen) / len(seen)
+        variance = math.fsum((x - mean) ** 2 for x in seen) / (len(seen) - 1) if len(seen) > 1 else 0.0
+        std = math.sqrt(variance)
+        results.append([(x - mean) / std if std > epsilon * abs(mean) else x - mean for x in batch])
+    return results
+
+
+def overlong_penalty(length: int, max_length: int, buffer_length: int, penalty: float) -> float:
+    """DAPO's equation 13, case by case, with the sign of a penalty."""
+    if length <= max_length - buffer_length:
+        return 0.0
+    if length <= max_length:
+        return penalty * (length - (max_length - buffer_length)) / buffer_length
+    return penalty
+
+
 def kept(batch: Sequence[Row], mask: Sequence[Mask]) -> list[float]:
     """The real entries of a batch, one after the other."""
     return [x for row, real in zip(batch, mask, strict=True) for x, r in zip(row, real, strict=True) if r]

@@ -22,7 +22,7 @@ except ModuleNotFoundError:  # Python 3.10, where pytest brings tomli
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "ppo_lora"
 LEAVES = {"types", "masking"}
-MATHS = {"logprobs", "rewards", "advantages", "losses", "kl_control", "statistics"}
+MATHS = {"logprobs", "rewards", "advantages", "losses", "kl_control", "statistics", "normalization"}
 PPO = {"config", "trainer", "rollout", "scorers", "losses", "advantages", "rewards", "kl_control"}
 PPO_FREE = {"shared_base", "adapters"}
 # What the modules import and the distributions call otherwise.

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 import oracles
 from batches import RUBBISH, assert_close, lawful, ragged, ragged_batches, spoiled
 from ppo_lora import kl_penalty, token_rewards
-from ppo_lora.rewards import KL_ESTIMATORS, replace_missing_eos, subtract_missing_eos
+from ppo_lora.rewards import (
+    KL_ESTIMATORS,
+    add_step_rewards,
+    clip_scores,
+    overlong_penalties,
+    replace_missing_eos,
+    subtract_missing_eos,
+)
 
 ESTIMATORS = ("k1", "k2", "k3")
 LOGPROBS = torch.tensor([[-1.0, -2.0, -0.5], [-0.25, -3.0, -1.0]])
@@ -134,3 +141,24 @@ def test_missing_eos_takes_the_penalty_off_unfinished_rows():
 def test_missing_eos_score_replaces_that_of_unfinished_rows():
     stopped = torch.tensor([False, True])
     assert_close(replace_missing_eos(SCORES, stopped, -5.0), [-5.0, -1.0])
+
+
+def test_clipping_by_hand():
+    assert clip_scores(torch.tensor([-3.0, -1.5, 0.25, 2.0]), 1.5).tolist() == [-1.5, -1.5, 0.25, 1.5]
+
+
+def test_overlong_penalties_by_hand():
+    lengths = torch.tensor([1, 6, 7, 8, 9, 10])
+    assert_close(overlong_penalties(lengths, 10, 4, 2.0), [0.0, 0.0, 0.5, 1.0, 1.5, 2.0])
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 30), st.floats(0.1, 5))
+@lawful
+def test_overlong_penalties_equal_the_oracle(length, max_length, buffer_length, penalty):
+    found = overlong_penalties(torch.tensor([length]), max_length, buffer_length, penalty)
+    assert_close(found, [oracles.overlong_penalty(length, max_length, buffer_length, penalty)], 1e-4)
+
+
+def test_step_rewards_land_on_real_tokens_only():
+    steps = torch.tensor([[1.0, 2.0, 3.0], [4.0, math.nan, math.inf]])
+    assert add_step_rewards(torch.ones(2, 3), steps, MASK).tolist() == [[2.0, 3.0, 4.0], [5.0, 1.0, 1.0]]
