@@ -60,7 +60,14 @@ class Collector:
         """One response to each prompt, drawn from the random numbers that ``stream`` and ``number`` name."""
         config = self._config
         with seeded(config.seed, stream, number, config.process_index):
-            return sample(self._base, prompts, config, self._stop_token_ids, self._tokenizer.pad_token_id)
+            return sample(
+                self._base,
+                prompts,
+                config,
+                self._stop_token_ids,
+                self._tokenizer.pad_token_id,
+                keep_logprobs=config.importance_sampling_cap is not None,
+            )
 
     def score(
         self,
