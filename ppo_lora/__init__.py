@@ -14,15 +14,17 @@ from .evaluation import (
     parse_policies,
     provenance,
 )
+from .function_names import load_function
 from .heads import ScalarHead
 from .hub import AdapterSource, HubError, hub_errors
 from .logprobs import token_logprobs
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus
 from .masking import masked_mean, masked_var, masked_whiten
 from .preparation import default_peft_config
+from .responses import Responses
 from .rewards import kl_penalty, token_rewards
 from .roles import Role
-from .scorers import Responses, Scorer, load_function
+from .scorers import Scorer
 from .shared_base import SharedBase
 from .statistics import best_of_n, best_of_n_kl, bootstrap_interval, distinct_n, win_rate
 from .trainer import PPOTrainer

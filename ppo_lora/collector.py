@@ -6,21 +6,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from .config import PPOConfig
+from .demonstrations import Demonstrations
 from .masking import Reduce
+from .normalization import score_normalizer
+from .responses import Responses, read_responses
+from .rewards import clip_scores
 from .rollout import (
     build_experience,
     final_scores,
+    rescaling_metrics,
     rollout_metrics,
     sample,
     score_tokens,
     seeded,
     source_metrics,
 )
-from .scorers import Responses, Scorer, read_responses
+from .scorers import Scorer
 from .shared_base import SharedBase
 from .types import Experience, Prompts, Rollout
 
@@ -31,7 +37,8 @@ class ScoredRollout:
 
     responses: Responses
     experience: Experience
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Any]
+    extras: dict[str, list[Any]]
 
 
 class Collector:
@@ -43,6 +50,9 @@ class Collector:
         tokenizer: decodes responses; its pad token fills finished rows.
         stop_token_ids: ids that end a response.
         config: sampling, penalties, advantages.
+
+    Attributes:
+        normalizer: of the scores.
     """
 
     def __init__(
@@ -55,6 +65,7 @@ class Collector:
     ):
         self._base, self._scorer, self._tokenizer = base, scorer, tokenizer
         self._stop_token_ids, self._config = list(stop_token_ids), config
+        self.normalizer = score_normalizer(config.score_normalization)
 
     def sample(self, prompts: Prompts, stream: int, number: int) -> Rollout:
         """One response to each prompt, drawn from the random numbers that ``stream`` and ``number`` name."""
@@ -76,6 +87,7 @@ class Collector:
         kl_coef: float,
         reduce: Reduce | None = None,
         trainer_state: Any = None,
+        learns: bool = False,
     ) -> ScoredRollout:
         """Score a rollout and estimate its advantages.
 
@@ -85,12 +97,46 @@ class Collector:
             kl_coef: weight of the KL penalty.
             reduce: sums a tensor over all processes, for whitening; None for one process.
             trainer_state: for the reward functions.
+            learns: whether the running moments of the scores learn from these.
         """
         config = self._config
         responses = read_responses(prompts, rollout, self._tokenizer)
-        raw_scores, by_source = self._scorer(responses, trainer_state=trainer_state)
+        judgement = self._scorer.judge(responses, trainer_state=trainer_state)
+        if learns:
+            self.normalizer.observe(judgement.finals, reduce)
         tokens = score_tokens(self._base, rollout, config)
-        scores = final_scores(raw_scores, rollout, config)
-        experience = build_experience(rollout, tokens, scores, kl_coef, config, reduce)
-        metrics = rollout_metrics(experience, tokens, rollout, kl_coef, config) | source_metrics(by_source)
-        return ScoredRollout(responses, experience, metrics)
+        scores = final_scores(self._rescaled(judgement.finals), rollout, config)
+        experience = build_experience(rollout, tokens, scores, kl_coef, config, reduce, judgement.steps)
+        metrics = rollout_metrics(experience, tokens, rollout, kl_coef, config)
+        if self._rescales:
+            metrics |= rescaling_metrics(final_scores(judgement.finals, rollout, config), judgement.steps, experience)
+        metrics |= source_metrics(judgement.by_source) | judgement.metrics
+        return ScoredRollout(responses, experience, metrics, judgement.extras)
+
+    @property
+    def _rescales(self) -> bool:
+        return self._config.score_normalization != "none" or self._config.score_clip is not None
+
+    def _rescaled(self, scores: Tensor) -> Tensor:
+        """Normalised, then clipped; [B] float32."""
+        config, scores = self._config, self.normalizer(scores)
+        return scores if config.score_clip is None else clip_scores(scores, config.score_clip)
+
+    def measure_demonstrations(self, demonstrations: Demonstrations, reduce: Reduce, trainer_state: Any) -> float:
+        """The mean score of a data set of demonstrations, over all processes.
+
+        Args:
+            demonstrations: prompts and their good completions.
+            reduce: sums a tensor over all processes.
+            trainer_state: for the reward functions.
+        """
+        config = self._config
+        totals = torch.zeros(2, dtype=torch.float64)
+        rows = range(config.process_index, len(demonstrations), config.world_size)
+        for first in range(0, len(rows), config.local_rollout_forward_batch_size):
+            batch = rows[first : first + config.local_rollout_forward_batch_size]
+            responses = demonstrations.responses(batch, self._stop_token_ids, self._base.device)
+            scores = self._scorer.judge(responses, trainer_state=trainer_state).finals.double().cpu()
+            totals += torch.stack([scores.sum(), torch.tensor(float(len(scores)))])
+        total, count = reduce(totals).tolist()
+        return total / count

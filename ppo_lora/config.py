@@ -12,6 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from .losses import LOSS_AGGREGATIONS
+from .normalization import SCORE_NORMALIZATIONS
 from .rewards import KL_ESTIMATORS
 from .validation import check_config, check_steps
 
@@ -113,6 +114,38 @@ class PPOConfig(TrainingArguments):
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "Weight of each reward source: the reward adapter first, then reward_funcs."}
     )
+    reward_model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Keyword arguments for from_pretrained of reward models given by name: dtype, revision, ..., and "
+            "load_in_4bit or load_in_8bit with other fields of BitsAndBytesConfig."
+        },
+    )
+    reward_server_timeout: float = field(
+        default=60.0, metadata={"help": "Seconds to wait for an answer of a reward server."}
+    )
+    reward_server_retries: int = field(
+        default=5,
+        metadata={"help": "How often a batch is sent again after a lost connection, a time-out, a 429 or a 5xx."},
+    )
+    reward_server_concurrency: int = field(
+        default=8, metadata={"help": "Batches that are sent to a reward server at the same time."}
+    )
+    reward_server_batch_size: int = field(
+        default=32, metadata={"help": "Completions in one request to a reward server."}
+    )
+    score_normalization: str = field(
+        default="none",
+        metadata={
+            "help": "Scores by the running mean and standard deviation of all so far (TRL <= 0.11's use_score_scaling "
+            "with use_score_norm), or shifted by their mean over demonstration_dataset (arXiv 2403.17031).",
+            "choices": list(SCORE_NORMALIZATIONS),
+        },
+    )
+    score_clip: float | None = field(
+        default=None,
+        metadata={"help": "Clip normalised scores to this on both sides (TRL <= 0.11). Default: no clipping."},
+    )
     kl_coef: float = field(
         default=0.05, metadata={"help": "Weight of the KL to the reference; where it starts, if there is a kl_target."}
     )
@@ -153,6 +186,16 @@ class PPOConfig(TrainingArguments):
     )
     missing_eos_score: float | None = field(
         default=None, metadata={"help": "Score that a response without a stop token gets instead of its own."}
+    )
+    overlong_penalty: float | None = field(
+        default=None,
+        metadata={
+            "help": "Positive number taken off the score of a response of max_completion_length tokens, and ever less "
+            "of it over overlong_buffer_length tokens before (DAPO, arXiv 2503.14476, section 3.4)."
+        },
+    )
+    overlong_buffer_length: int | None = field(
+        default=None, metadata={"help": "Tokens before max_completion_length over which overlong_penalty grows."}
     )
     whiten_rewards: bool = field(
         default=False, metadata={"help": "Scale the per-token rewards to unit variance; their mean stays."}
@@ -236,6 +279,7 @@ class PPOConfig(TrainingArguments):
             self.bf16 = not self.fp16 and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         _take_new_names(self)
         self.model_init_kwargs = _parsed("model_init_kwargs", self.model_init_kwargs)
+        self.reward_model_init_kwargs = _parsed("reward_model_init_kwargs", self.reward_model_init_kwargs)
         self.generation_kwargs = _parsed("generation_kwargs", self.generation_kwargs)
         if self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "objective/scores"

@@ -16,9 +16,11 @@ from .adapters import SHARED, AdapterLike, read_roles
 from .data import PromptDataset
 from .draws import uniform_draws
 from .manifest import package_versions
+from .responses import read_responses
+from .reward_calls import RewardFunction
 from .roles import Role, check_policy_name, label
 from .rollout import sample
-from .scorers import RewardFunction, Scorer, read_responses
+from .scorers import Scorer
 from .setup import check_lengths, stop_token_ids, tokenizer_for
 from .shared_base import SharedBase
 from .types import Rollout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,17 +31,25 @@ class RunningMeans:
             self._sums[name] = self._sums.get(name, 0.0) + number.nan_to_num(nan=0.0) * amount
             self._weights[name] = self._weights.get(name, 0.0) + amount
 
-    def pop(self, reduce: Reduce = lambda totals: totals) -> dict[str, float]:
+    def pop(
+        self,
+        reduce: Reduce = lambda totals: totals,
+        gather: Callable[[list[str]], list[str]] = lambda names: names,
+    ) -> dict[str, float]:
         """The means so far, and start anew. What was never observed is left out.
 
         Args:
             reduce: sums a tensor over all processes.
+            gather: puts the lists of names of all processes together, since one may have seen what another has not.
         """
-        if not self._sums:
+        names = sorted(set(gather(list(self._sums))))
+        if not names:
             return {}
-        names = sorted(self._sums)
-        device = self._sums[names[0]].device
-        pairs = [torch.stack([self._sums[n].to(device), self._weights[n].to(device)]) for n in names]
+        device = next((total.device for total in self._sums.values()), torch.device("cpu"))
+        nothing = torch.zeros((), device=device)
+        pairs = [
+            torch.stack([part.get(name, nothing).to(device) for part in (self._sums, self._weights)]) for name in names
+        ]
         totals = reduce(torch.stack(pairs)).tolist()
         self._sums.clear()
         self._weights.clear()

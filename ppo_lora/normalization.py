@@ -87,6 +87,13 @@ class ScoreNormalizer:
         """For the manifest: the kind and its numbers."""
         return {"kind": self.kind, **self.state_dict()}
 
+    def _check_kind(self, state: Mapping[str, Any]) -> None:
+        if state["kind"] != self.kind:
+            raise ValueError(
+                f"The checkpoint was made with score_normalization={state['kind']!r}, this run has {self.kind!r}; a "
+                "run resumes with the options it began with."
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run has to know, as JSON values."""
         return {}
@@ -118,11 +125,16 @@ class RunningNormalizer(ScoreNormalizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The moments."""
-        return asdict(self.moments)
+        return {"kind": self.kind, **asdict(self.moments)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        self.moments = Moments(**state)
+        """Go on from there.
+
+        Raises:
+            ValueError: it is the state of another normalizer.
+        """
+        self._check_kind(state)
+        self.moments = Moments(state["count"], state["mean"], state["squares"])
 
 
 class DatasetNormalizer(ScoreNormalizer):
@@ -151,10 +163,15 @@ class DatasetNormalizer(ScoreNormalizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The mean."""
-        return {"mean": self.mean}
+        return {"kind": self.kind, "mean": self.mean}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there.
+
+        Raises:
+            ValueError: it is the state of another normalizer.
+        """
+        self._check_kind(state)
         self.mean = state["mean"]
 
 

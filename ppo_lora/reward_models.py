@@ -15,7 +15,7 @@ from transformers import (
 
 from .config import PPOConfig
 from .hub import check_safetensors, hub_errors
-from .scorers import RewardFunction
+from .reward_calls import RewardFunction
 
 RewardSource = RewardFunction | str | PreTrainedModel
 

@@ -16,7 +16,14 @@ from .config import PPOConfig, SamplingOptions
 from .draws import InverseTransform, SampledLogprobs, stream_seed
 from .losses import explained_variance
 from .masking import Reduce, first_stop_mask, masked_mean, masked_whiten, whitening
-from .rewards import kl_rewards, replace_missing_eos, subtract_missing_eos, token_rewards
+from .rewards import (
+    add_step_rewards,
+    kl_rewards,
+    overlong_penalties,
+    replace_missing_eos,
+    subtract_missing_eos,
+    token_rewards,
+)
 from .roles import Role, RoleName
 from .shared_base import SharedBase
 from .types import Experience, Prompts, Rollout
@@ -142,11 +149,15 @@ def score_tokens(base: SharedBase, rollout: Rollout, config: PPOConfig) -> Token
 
 
 def final_scores(scores: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:
-    """The scores after what is done about responses without a stop token, [B] float32."""
+    """The scores after what is done about responses without a stop token and overlong ones, [B] float32."""
     if config.missing_eos_penalty is not None:
-        return subtract_missing_eos(scores, rollout.stopped, config.missing_eos_penalty)
+        scores = subtract_missing_eos(scores, rollout.stopped, config.missing_eos_penalty)
     if config.missing_eos_score is not None:
-        return replace_missing_eos(scores, rollout.stopped, config.missing_eos_score)
+        scores = replace_missing_eos(scores, rollout.stopped, config.missing_eos_score)
+    if config.overlong_penalty is not None and config.overlong_buffer_length is not None:
+        lengths = rollout.response_mask.sum(dim=1)
+        buffer, penalty = config.overlong_buffer_length, config.overlong_penalty
+        scores = scores - overlong_penalties(lengths, config.max_completion_length, buffer, penalty)
     return scores
 
 
@@ -157,6 +168,7 @@ def build_experience(
     kl_coef: float,
     config: PPOConfig,
     reduce: Reduce | None = None,
+    step_rewards: Tensor | None = None,
 ) -> Experience:
     """Rewards, advantages and returns of a scored rollout.
 
@@ -167,6 +179,7 @@ def build_experience(
         kl_coef: weight of the KL penalty.
         config: everything else.
         reduce: sums a tensor over all processes, for whitening; None for one process.
+        step_rewards: [B, T] float32, rewards of tokens beside the scores.
 
     Raises:
         FloatingPointError: something is not finite; the message names it and the row.
@@ -182,6 +195,9 @@ def build_experience(
         normalize_by_length=config.normalize_kl_by_length,
         later_only=in_loss,
     )
+    if step_rewards is not None:
+        rewards = add_step_rewards(rewards, step_rewards, mask)
+        scores = scores + step_rewards.sum(dim=1)
     scale = torch.ones((), device=mask.device)
     if config.whiten_rewards:
         scale = scale * whitening(rewards, mask, reduce=reduce)[1]
@@ -229,7 +245,7 @@ def _check_finite(experience: Experience) -> None:
 
 def rollout_metrics(
     experience: Experience, tokens: TokenScores, rollout: Rollout, kl_coef: float, config: PPOConfig
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """What happened in a rollout batch, under TRL's names; scalars, means over rows unless said otherwise.
 
     ``objective/kl``, ``objective/entropy`` and rewards are sums over a response's tokens, in nats.
@@ -281,6 +297,23 @@ def _sampling_metrics(
         "sampling/importance_sampling_ratio/min": ratio.min(),
         "sampling/importance_sampling_ratio/mean": ratio.mean(),
         "sampling/importance_sampling_ratio/max": ratio.max(),
+    }
+
+
+def rescaling_metrics(scores: Tensor, step_rewards: Tensor | None, experience: Experience) -> dict[str, Tensor]:
+    """TRL's keys for the scores as they would be without normalisation and clipping, and keys for them as they are.
+
+    Args:
+        scores: [B] float32, without both, but with what missing EOS and length cost.
+        step_rewards: [B, T] float32, rewards of tokens beside them.
+        experience: with the scores that are trained on.
+    """
+    raw = scores if step_rewards is None else scores + step_rewards.sum(dim=1)
+    return {
+        "objective/scores": raw.mean(),
+        "objective/scores_std": raw.std(correction=0),
+        "objective/normalized_scores": experience.scores.mean(),
+        "objective/normalized_scores_std": experience.scores.std(correction=0),
     }
 
 

@@ -2,86 +2,44 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import importlib
-import inspect
 import math
-import os
-import sys
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from .responses import Responses
+from .reward_calls import RewardFunction, RewardLog, call_functions, function_name
+from .reward_values import SourceRewards, checked_rewards
 from .roles import Role
 from .shared_base import SharedBase
-from .types import Prompts, Rollout
-
-RewardFunction = Callable[..., Any]
-_OWN_COLUMNS = ("prompt", "prompts", "completion", "completions", "completion_ids")
-
-
-def load_function(name: str) -> RewardFunction:
-    """A reward function by its dotted name, such as ``my_module.my_reward``, also from the working directory.
-
-    Raises:
-        ValueError: there is no such module, or nothing to call under that name in it.
-    """
-    module, _, attribute = name.rpartition(".")
-    if not module:
-        raise ValueError(f"reward_funcs has {name!r}; expected a dotted name such as my_module.my_reward.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
-        raise ValueError(
-            f"reward_funcs has {name!r}, but there is no module {error.name}. Write it into the working directory, "
-            "install it, or put its folder on PYTHONPATH."
-        ) from error
-    function = getattr(found, attribute, None)
-    if not callable(function):
-        raise ValueError(f"reward_funcs has {name!r}, but the module {module} has no function {attribute}.")
-    return function
+from .types import Rollout
 
 
 @dataclass(frozen=True)
-class Responses:
-    """What a scorer sees of a rollout.
+class Judgement:
+    """What all reward sources say of a batch.
 
     Attributes:
-        prompts: B prompts as the data set has them, text or messages.
-        completions: B completions in the same form: text, or one assistant message.
-        completion_ids: B lists of token ids, the stop token included.
-        columns: the data set's other columns.
-        rollout: the tokens.
+        finals: [B] float32, the weighted sum of the rewards of whole responses.
+        steps: [B, T] float32, the weighted sum of the rewards of tokens and spans; None where there are none.
+        by_source: by source name [B] float32, all that a row got of it, unweighted; NaN where it had nothing to say.
+        metrics: what is to be logged: what functions logged, and how many steps they rewarded how.
+        extras: columns for the table of completions, B values each.
     """
 
-    prompts: list[Any]
-    completions: list[Any]
-    completion_ids: list[list[int]]
-    columns: dict[str, list[Any]]
-    rollout: Rollout
+    finals: Tensor
+    steps: Tensor | None
+    by_source: dict[str, Tensor]
+    metrics: dict[str, Any] = field(default_factory=dict)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
 
-
-def read_responses(prompts: Prompts, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Responses:
-    """Decode a rollout for scorers and for people."""
-    given = prompts.columns["prompt"]
-    ids = rollout.completion_ids()
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    completions = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(given, texts, strict=True)
-    ]
-    columns = {name: values for name, values in prompts.columns.items() if name not in _OWN_COLUMNS}
-    return Responses(given, completions, ids, columns, rollout)
+    @property
+    def scores(self) -> Tensor:
+        """[B] float32, everything together."""
+        return self.finals if self.steps is None else self.finals + self.steps.sum(dim=1)
 
 
 class Scorer:
@@ -90,7 +48,8 @@ class Scorer:
     Args:
         base: its reward role is the first source, if it has one.
         reward_funcs: functions ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, sync or
-            async. None means that the function has nothing to say about that row.
+            async. None means that the function has nothing to say about that row; instead of a number a row may have
+            a list of rewards of its tokens, or of spans of its text (see docs/rewards.md).
         weights: one for each source, the reward role first; all 1 if None.
         batch_size: rows per pass of the reward role.
 
@@ -116,7 +75,7 @@ class Scorer:
                     "**columns). A SEQ_CLS adapter goes to reward_adapter."
                 )
         reward_role = [] if self._base is None else ["reward_adapter"]
-        self.names = _distinct(reward_role + [_name(function) for function in self._functions])
+        self.names = _distinct(reward_role + [function_name(function) for function in self._functions])
         if not self.names:
             raise ValueError(
                 "There is no reward source. Give reward_adapter (a SEQ_CLS adapter for the base, as `trl reward` "
@@ -130,32 +89,59 @@ class Scorer:
             )
 
     def __call__(self, responses: Responses, **context: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """Score every row; :meth:`judge` without the details.
+
+        Returns:
+            ``(scores, by_source)``: [B] float32, and by source name [B] float32 with NaN where it had nothing to say.
+        """
+        judgement = self.judge(responses, **context)
+        return judgement.scores, judgement.by_source
+
+    def judge(self, responses: Responses, **context: Any) -> Judgement:
         """Score every row.
 
         Args:
             responses: what to score.
-            context: more keyword arguments for the functions (``trainer_state``).
-
-        Returns:
-            ``(scores, by_source)``: [B] float32, and by source name [B] float32 with NaN where it had nothing to say.
+            context: more keyword arguments for the functions (``trainer_state``), beside TRL's ``log_metric`` and
+                ``log_extra``.
 
         Raises:
             ValueError, TypeError, RuntimeError: a function broke its contract; the message names it and the row.
         """
-        columns = [] if self._base is None else [self._reward_role(responses.rollout)]
-        alone = len(self.names) == 1
-        columns += [_call(function, responses, context, alone) for function in self._functions]
+        sources = [] if self._base is None else [SourceRewards(self._reward_role(responses.rollout))]
+        log = RewardLog(len(responses.prompts))
+        context = {**context, "log_metric": log.log_metric, "log_extra": log.log_extra}
+        results = call_functions(self._functions, responses, context)
+        for name, result in zip(self.names[len(sources) :], results, strict=True):
+            sources.append(checked_rewards(name, result, responses))
+        self._check_all_scored(sources, responses)
         device = responses.rollout.sequences.device
-        table = torch.stack([column.to(device) for column in columns], dim=1)
-        silent = table.isnan().all(dim=1)
-        if bool(silent.any()):
-            row = int(silent.nonzero()[0])
+        named = dict(zip(self.names, sources, strict=True))
+        weighted = list(zip(sources, self.weights, strict=True))
+        finals = torch.stack([weight * source.finals.to(device) for source, weight in weighted], dim=1).nansum(dim=1)
+        steps = [weight * source.steps.to(device) for source, weight in weighted if source.steps is not None]
+        return Judgement(
+            finals=finals,
+            steps=torch.stack(steps).sum(dim=0) if steps else None,
+            by_source={name: source.values.to(device) for name, source in named.items()},
+            metrics={**_step_metrics(named), **log.metrics},
+            extras=log.extras,
+        )
+
+    def _check_all_scored(self, sources: list[SourceRewards], responses: Responses) -> None:
+        silent = torch.stack([source.finals.isnan().cpu() for source in sources]).all(dim=0)
+        if not bool(silent.any()):
+            return
+        if len(sources) == 1 and bool(silent.all()):
             raise ValueError(
-                f"No reward source scored row {row} (prompt {responses.prompts[row]!r}): all of {self.names} returned "
-                "None. At least one has to give a number for every response."
+                f"The reward function {self.names[0]} returned None for all {len(silent)} completions, so it judges "
+                "nothing. Return a number for the rows it applies to, or leave the function out."
             )
-        scores = (table * torch.tensor(self.weights, device=device)).nansum(dim=1)
-        return scores, dict(zip(self.names, table.unbind(dim=1), strict=True))
+        row = int(silent.nonzero()[0])
+        raise ValueError(
+            f"No reward source scored row {row} (prompt {responses.prompts[row]!r}): all of {self.names} returned "
+            "None. At least one has to give a number for every response."
+        )
 
     @torch.no_grad()
     def _reward_role(self, rollout: Rollout) -> Tensor:
@@ -173,10 +159,6 @@ class Scorer:
         return scores
 
 
-def _name(function: RewardFunction) -> str:
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def _distinct(names: list[str]) -> list[str]:
     """Number the names that occur more than once, so that metrics do not overwrite each other."""
     distinct: list[str] = []
@@ -187,68 +169,12 @@ def _distinct(names: list[str]) -> list[str]:
     return distinct
 
 
-def _call(function: RewardFunction, responses: Responses, context: dict[str, Any], alone: bool) -> Tensor:
-    """One function's rewards, [B] float32, NaN for None."""
-    name = _name(function)
-    try:
-        result = function(
-            prompts=responses.prompts,
-            completions=responses.completions,
-            completion_ids=responses.completion_ids,
-            **{**responses.columns, **context},
-        )
-        if inspect.isawaitable(result):
-            result = _run(result)
-    except Exception as error:
-        raise RuntimeError(
-            f"The reward function {name} raised {type(error).__name__}: {error}. It was called with "
-            f"{len(responses.prompts)} prompts and completions and the columns {sorted(responses.columns)}; it should "
-            "accept **kwargs for those it does not use."
-        ) from error
-    return _checked(name, result, responses, alone)
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop for all calls, in a thread of its own: clients that functions keep stay usable, notebooks work too."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="ppo_lora reward functions", daemon=True).start()
-    return loop
-
-
-def _run(awaitable: Any) -> Any:
-    async def wait() -> Any:
-        return await awaitable
-
-    return asyncio.run_coroutine_threadsafe(wait(), _event_loop()).result()
-
-
-def _checked(name: str, result: Any, responses: Responses, alone: bool) -> Tensor:
-    rows = len(responses.prompts)
-    if hasattr(result, "tolist"):
-        result = result.tolist()
-    if not isinstance(result, (list, tuple)) or len(result) != rows:
-        given = f"{len(result)} values" if isinstance(result, (list, tuple)) else f"a {type(result).__name__}"
-        raise ValueError(f"The reward function {name} returned {given}; expected a list of {rows}, one a completion.")
-    numbers = [_number(name, value, row, responses) for row, value in enumerate(result)]
-    if alone and all(math.isnan(number) for number in numbers):
-        raise ValueError(
-            f"The reward function {name} returned None for all {rows} completions, so it judges nothing. Return a "
-            "number for the rows it applies to, or leave the function out."
-        )
-    return torch.tensor(numbers, dtype=torch.float32)
-
-
-def _number(name: str, value: Any, row: int, responses: Responses) -> float:
-    if value is None:
-        return math.nan
-    try:
-        number = math.nan if isinstance(value, str) else torch.tensor(float(value), dtype=torch.float32).item()
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(
-            f"The reward function {name} returned {value!r} for row {row} (completion "
-            f"{responses.completions[row]!r}); expected a finite number, or None where it does not apply."
-        )
-    return number
+def _step_metrics(sources: dict[str, SourceRewards]) -> dict[str, Any]:
+    """How many tokens or spans a response has of those that reward them, and what one of them gets in the mean."""
+    metrics: dict[str, Any] = {}
+    for name, source in sources.items():
+        if source.steps is not None and source.step_counts is not None:
+            count = source.step_counts.nansum()
+            metrics[f"rewards/{name}/steps"] = source.step_counts.nanmean()
+            metrics[f"rewards/{name}/step_mean"] = source.steps.sum() / count if bool(count) else math.nan
+    return metrics

@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor, nn
@@ -31,11 +32,13 @@ from .checkpoint import Stateful, load_roles, load_states, save_roles, save_stat
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset, iteration_rows
+from .demonstrations import demonstrations
 from .display import completions_table, print_table
 from .hub import hub_errors
 from .kl_control import kl_controller
 from .manifest import package_versions
 from .metrics import PhaseClock, RunningMeans
+from .normalization import DatasetNormalizer
 from .reward_models import ModelReward, RewardSource, reward_functions
 from .roles import Role, label
 from .scorers import Scorer
@@ -55,6 +58,10 @@ from .stream import ExperienceStream
 from .types import Experience, Prompts
 from .update import MicroBatch, PolicyValueUpdate, micro_batches_of_step
 
+_SCORE_OPTIONS = (
+    *("score_clip", "missing_eos_penalty", "missing_eos_score"),
+    *("overlong_penalty", "overlong_buffer_length"),
+)
 _ROLLOUTS, _EVALUATIONS = 1, 3  # streams of random numbers; the shuffles' is 2
 
 
@@ -74,6 +81,7 @@ class PPOTrainer(Trainer):
         peft_config: of fresh adapters.
         quantization_config: for a model given by name.
         policy_adapter, reference_adapter, value_adapter, reward_adapter: as in :class:`SharedBase`.
+        demonstration_dataset: TRL's prompt-completion format, for ``score_normalization="dataset"``.
 
     Raises:
         ValueError, TypeError: what was given cannot be trained with. Nothing is written then.
@@ -101,6 +109,7 @@ class PPOTrainer(Trainer):
         reference_adapter: AdapterLike | None = None,
         value_adapter: AdapterLike | None = None,
         reward_adapter: AdapterLike | None = None,
+        demonstration_dataset: Dataset | None = None,
     ):
         model = str(model) if isinstance(model, Path) else model
         args = PPOConfig(output_dir=f"{model_name(model)}-PPO") if args is None else args
@@ -126,6 +135,7 @@ class PPOTrainer(Trainer):
         self._collector = Collector(
             self.base, self.scorer, tokenizer, stop_token_ids(tokenizer, self.base, args), args
         )
+        self._demonstrations = demonstrations(demonstration_dataset, tokenizer, args)
         self._train_prompts = self._prompts(train_dataset, "train_dataset", args)
         self._eval_prompts = self._all_eval_prompts(eval_dataset, args)
         check_enough_prompts(self._train_prompts, args)
@@ -136,7 +146,7 @@ class PPOTrainer(Trainer):
         self._clock = PhaseClock()
         self._scored: ScoredRollout | None = None
         self.kl_controller = kl_controller(args.kl_coef, args.kl_target, args.kl_horizon)
-        self._states: dict[str, Stateful] = {"kl": self.kl_controller}
+        self._states: dict[str, Stateful] = {"kl": self.kl_controller, "scores": self._collector.normalizer}
         super().__init__(
             model=self.base,
             args=args,
@@ -183,12 +193,14 @@ class PPOTrainer(Trainer):
     def collect(self, iteration: int) -> Experience:
         """Sample a response to each prompt of an iteration, score them, and estimate the advantages."""
         self._close_iteration()
+        self._measure_demonstrations()
         prompts = self._iteration_prompts(iteration)
         self._enter("sampling")
         rollout = self._collector.sample(prompts, _ROLLOUTS, iteration)
         self._enter("scoring")
         kl_coef = self.kl_controller.value
-        self._scored = self._collector.score(prompts, rollout, kl_coef, self._sum_over_processes, self.state)
+        reduce = self._sum_over_processes
+        self._scored = self._collector.score(prompts, rollout, kl_coef, reduce, self.state, learns=True)
         self._means.add({**self._scored.metrics, "objective/kl_coef": kl_coef})
         self._update.begin_iteration(iteration)
         self._adapt_kl(self._scored.metrics["objective/kl"])
@@ -200,6 +212,13 @@ class PPOTrainer(Trainer):
         if self.args.kl_target is not None:
             mean = self._sum_over_processes(kl) / self.accelerator.num_processes
             self.kl_controller.update(mean.item(), self.args.batch_size)
+
+    def _measure_demonstrations(self) -> None:
+        """Measure the demonstrations' mean score, unless that was done in this run or the one that it resumes."""
+        normalizer = self._collector.normalizer
+        if isinstance(normalizer, DatasetNormalizer) and self._demonstrations is not None and normalizer.mean is None:
+            reduce = self._sum_over_processes
+            normalizer.mean = self._collector.measure_demonstrations(self._demonstrations, reduce, self.state)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Experience], num_batches: int, device: torch.device
@@ -265,6 +284,7 @@ class PPOTrainer(Trainer):
         if not prompts:
             raise ValueError("evaluate() needs prompts: give eval_dataset to the trainer or to this call.")
         self._close_iteration()
+        self._measure_demonstrations()
         metrics: dict[str, float] = {}
         for name, dataset in prompts.items():
             metrics |= self._evaluate_prompts(dataset, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
@@ -282,7 +302,9 @@ class PPOTrainer(Trainer):
         means.add(scored.metrics, weight=float(len(rows)))
         if self.args.log_completions:
             self._print_completions(scored, f"Evaluation at step {self.state.global_step}")
-        seen = {f"{prefix}_{name}": value for name, value in means.pop(self._sum_over_processes).items()}
+        seen = {
+            f"{prefix}_{name}": value for name, value in means.pop(self._sum_over_processes, gather_object).items()
+        }
         return seen | {f"{prefix}_runtime": time.perf_counter() - started}
 
     # Logging
@@ -291,7 +313,7 @@ class PPOTrainer(Trainer):
         """Add what the iteration measured to the training logs, under TRL's names."""
         if "loss" in logs:
             self._close_iteration()
-            logs = {**logs, **self._means.pop(self._sum_over_processes), **_memory()}
+            logs = {**logs, **self._means.pop(self._sum_over_processes, gather_object), **_memory()}
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
             if self.args.log_completions and self._scored is not None:
@@ -317,7 +339,8 @@ class PPOTrainer(Trainer):
         self._progress.clear()
         rows = slice(self.args.num_completions_to_print)
         seen, scores = scored.responses, {"score": scored.experience.scores[rows].tolist()}
-        print_table(completions_table(seen.prompts[rows], seen.completions[rows], scores, title))
+        extras = {name: values[rows] for name, values in scored.extras.items()}
+        print_table(completions_table(seen.prompts[rows], seen.completions[rows], scores, title, extras))
 
     def _sum_over_processes(self, totals: Tensor) -> Tensor:
         summed: Tensor = self.accelerator.reduce(totals.to(self.accelerator.device), reduction="sum")
@@ -405,9 +428,9 @@ class PPOTrainer(Trainer):
         args = self.args
         return {
             "weights": dict(zip(self.scorer.names, self.scorer.weights, strict=True)),
-            "normalisation": "whitened, mean kept" if args.whiten_rewards else "none",
-            "missing_eos_penalty": args.missing_eos_penalty,
-            "missing_eos_score": args.missing_eos_score,
+            "normalisation": self._collector.normalizer.description(),
+            "whitened": args.whiten_rewards,
+            **{name: getattr(args, name) for name in _SCORE_OPTIONS},
         }
 
     # Prompts

@@ -81,7 +81,7 @@ class Experience:
         rewards: [B, T] float32, per-token rewards, the KL penalty in them.
         advantages: [B, T] float32.
         returns: [B, T] float32, what the values are fitted to.
-        scores: [B] float32, the score of the whole response.
+        scores: [B] float32, the score of the whole response, rewards of its tokens and steps included.
         kl_weights: [B] float32, weight of the KL in the loss, in units of the advantages; 0 where it is in the reward.
     """
 

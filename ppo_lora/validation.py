@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .losses import LOSS_AGGREGATIONS
+from .normalization import SCORE_NORMALIZATIONS
 from .rewards import KL_ESTIMATORS
 
 SAMPLING_KWARGS = frozenset(
@@ -22,17 +23,19 @@ _POSITIVE_INTEGERS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "kl_horizon",
+    "reward_server_concurrency",
+    "reward_server_batch_size",
 )
-_POSITIVE = ("temperature", "cliprange", "cliprange_value")
+_POSITIVE = ("temperature", "cliprange", "cliprange_value", "reward_server_timeout")
 _UNIT = ("gamma", "lam")
 _NOT_NEGATIVE = ("kl_coef", "vf_coef", "entropy_coef", "learning_rate", "num_completions_to_print")
 _OPTIONAL_POSITIVE = (
     *("value_learning_rate", "missing_eos_penalty", "kl_target", "target_kl", "cliprange_high"),
-    "importance_sampling_cap",
+    *("importance_sampling_cap", "score_clip", "overlong_penalty"),
 )
 _OVER_ONE = ("dual_clip", "ratio_threshold")
-_INTEGERS = ("value_warmup_iterations",)
-_OPTIONAL_POSITIVE_INTEGERS = ("max_prompt_length", "total_episodes")
+_INTEGERS = ("value_warmup_iterations", "reward_server_retries")
+_OPTIONAL_POSITIVE_INTEGERS = ("max_prompt_length", "total_episodes", "overlong_buffer_length")
 
 
 _NUMBERS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
@@ -53,6 +56,7 @@ _CHOICES = {
     "kl_in": ["reward", "loss"],
     "loss_aggregation": list(LOSS_AGGREGATIONS),
     "overlong_prompts": ["truncate", "drop"],
+    "score_normalization": list(SCORE_NORMALIZATIONS),
 }
 
 
@@ -150,6 +154,21 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "normalize_kl_by_length",
         lambda c: c.normalize_kl_by_length and c.kl_in == "loss",
         "with kl_in='loss' tokens count as loss_aggregation says; for a mean a response set that to sequence_mean",
+    ),
+    (
+        "overlong_penalty",
+        lambda c: c.overlong_penalty is not None and c.overlong_buffer_length is None,
+        "overlong_buffer_length is None; set that too, the tokens over which the penalty grows",
+    ),
+    (
+        "overlong_buffer_length",
+        lambda c: c.overlong_buffer_length is not None and c.overlong_penalty is None,
+        "overlong_penalty is None; set that too, what the longest response loses",
+    ),
+    (
+        "overlong_buffer_length",
+        lambda c: (c.overlong_buffer_length or 0) > c.max_completion_length,
+        "no response is longer than max_completion_length; lower the buffer, or raise that",
     ),
 )
 """Options that make no sense beside another: the option, when, and why."""

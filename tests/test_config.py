@@ -55,6 +55,15 @@ SETTINGS = {
     "log_exact_kl": True,
     "missing_eos_penalty": 1.5,
     "missing_eos_score": -2.5,
+    "reward_model_init_kwargs": {"dtype": "bfloat16", "load_in_4bit": True},
+    "reward_server_timeout": 7.5,
+    "reward_server_retries": 2,
+    "reward_server_concurrency": 3,
+    "reward_server_batch_size": 16,
+    "score_normalization": "running",
+    "score_clip": 5.0,
+    "overlong_penalty": 0.5,
+    "overlong_buffer_length": 10,
     "whiten_rewards": True,
     "whiten_advantages": False,
     "num_ppo_epochs": 3,
@@ -156,6 +165,13 @@ REFUSED = {
     "ratio_threshold": (ABOVE_ONE, 1.0, 0.2, math.nan, math.inf),
     "importance_sampling_cap": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
     "value_warmup_iterations": ("an integer of at least 0", -1, 1.5),
+    "score_clip": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
+    "overlong_penalty": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
+    "overlong_buffer_length": (f"{AT_LEAST_ONE}, or None", 0, -1, 2.5),
+    "reward_server_timeout": (ABOVE_ZERO, 0.0, -1.0, math.nan, math.inf),
+    "reward_server_retries": ("an integer of at least 0", -1, 1.5),
+    "reward_server_concurrency": (AT_LEAST_ONE, 0, -3),
+    "reward_server_batch_size": (AT_LEAST_ONE, 0, -3),
 }
 
 
@@ -212,6 +228,16 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
         (
             {"loss_aggregation": "mean"},
             "loss_aggregation is 'mean'; expected one of ['token_mean', 'sequence_mean', 'sequence_sum_constant'].",
+        ),
+        (
+            {"score_normalization": "batch"},
+            "score_normalization is 'batch'; expected one of ['none', 'running', 'dataset'].",
+        ),
+        ({"overlong_penalty": 1.0}, "overlong_penalty is 1.0, but overlong_buffer_length is None; set that too"),
+        ({"overlong_buffer_length": 4}, "overlong_buffer_length is 4, but overlong_penalty is None; set that too"),
+        (
+            {"overlong_buffer_length": 9, "overlong_penalty": 1.0, "max_completion_length": 8},
+            "overlong_buffer_length is 9, but no response is longer than max_completion_length; lower the buffer",
         ),
         ({"kl_horizon": 5}, "kl_horizon is 5, but kl_coef follows nothing without a kl_target; set that too"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "kl_target is 6.0, but kl_coef=0 stays 0"),
@@ -295,14 +321,14 @@ def test_without_total_episodes_the_number_of_steps_is_left_alone(make):
     assert make(max_steps=8).max_steps == 8
 
 
-@pytest.mark.parametrize("name", ["model_init_kwargs", "generation_kwargs"])
+@pytest.mark.parametrize("name", ["model_init_kwargs", "generation_kwargs", "reward_model_init_kwargs"])
 def test_dict_options_are_read_from_json(make, name):
     assert getattr(make(**{name: '{"max_time": 2.5}'}), name) == {"max_time": 2.5}
     assert getattr(make(**{name: {"max_time": 2.5}}), name) == {"max_time": 2.5}
     assert getattr(make(**{name: None}), name) is None
 
 
-@pytest.mark.parametrize("name", ["model_init_kwargs", "generation_kwargs"])
+@pytest.mark.parametrize("name", ["model_init_kwargs", "generation_kwargs", "reward_model_init_kwargs"])
 @pytest.mark.parametrize("text", ["max_time=3", '{"max_time": 3', "[1, 2]", "null", "3", "[]"])
 def test_text_that_is_no_json_object_is_named(make, name, text):
     with pytest.raises(ValueError, match=re.escape(f"{name} is {text!r}; expected a JSON object")):
@@ -328,6 +354,7 @@ def test_model_options(make):
 def test_tokens_are_in_nothing_that_is_written(make):
     config = make(
         hub_token="hf_secret1",
+        reward_model_init_kwargs={"token": "hf_secret3"},
         model_init_kwargs={"token": "hf_secret2", "revision": "main", "deep": {"token": "hf_s3"}},
     )
     written = [repr(config), str(config), config.to_json_string(), pickle.dumps(config)]

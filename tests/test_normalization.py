@@ -126,7 +126,7 @@ def test_state_survives_json_to_the_last_bit(batches, later):
 
 def test_dataset_shifts_and_does_not_scale():
     normalizer = DatasetNormalizer()
-    normalizer.load_state_dict({"mean": 2.5})
+    normalizer.load_state_dict({"kind": "dataset", "mean": 2.5})
     normalizer.observe(torch.tensor([100.0]))
     assert normalizer(torch.tensor([2.5, 4.5, 0.0])).tolist() == [0.0, 2.0, -2.5]
     assert normalizer.description() == {"kind": "dataset", "mean": 2.5}
@@ -143,6 +143,12 @@ def test_none_does_nothing():
     normalizer.load_state_dict(normalizer.state_dict())
     assert torch.equal(normalizer(given_scores), given_scores)
     assert normalizer.description() == {"kind": "none"}
+
+
+@pytest.mark.parametrize(("made", "other"), [("running", "dataset"), ("dataset", "running")])
+def test_the_state_of_another_kind_is_refused(made, other):
+    with pytest.raises(ValueError, match=f"made with score_normalization='{other}', this run has '{made}'"):
+        score_normalizer(made).load_state_dict(score_normalizer(other).state_dict())
 
 
 def test_by_name():
