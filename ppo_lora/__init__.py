@@ -14,7 +14,7 @@ from .evaluation import (
     parse_policies,
     provenance,
 )
-from .function_names import load_function
+from .function_names import load_function, reward_source
 from .heads import ScalarHead
 from .hub import AdapterSource, HubError, hub_errors
 from .logprobs import token_logprobs
@@ -76,6 +76,7 @@ __all__ = [
     "parse_policies",
     "provenance",
     "read_adapter",
+    "reward_source",
     "token_logprobs",
     "token_rewards",
     "win_rate",

@@ -6,11 +6,12 @@ accelerate launch scripts/ppo.py --config configs/quickstart/ppo.yaml [--option 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from datasets import Dataset, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from ppo_lora import HubError, PPOConfig, PPOTrainer, hub_errors, load_function
+from ppo_lora import HubError, PPOConfig, PPOTrainer, hub_errors, reward_source
 
 
 @dataclass
@@ -35,24 +36,56 @@ class PPOScriptArguments(ScriptArguments):
     )
     reward_adapter: str | None = field(default=None, metadata={"help": "SEQ_CLS reward adapter for the same base."})
     reward_funcs: list[str] | None = field(
-        default=None, metadata={"help": "Reward functions by dotted name, such as my_module.my_reward."}
+        default=None,
+        metadata={
+            "help": "Reward functions by dotted name, such as my_module.my_reward; calls with literal arguments, "
+            "such as 'trl.rewards.get_repetition_penalty_reward(ngram_size=3, max_penalty=-1.0)'; URLs of servers."
+        },
     )
+    reward_model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "A separate sequence-classification model that scores, with its own tokenizer."},
+    )
+    demonstration_dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Prompts and completions whose mean score is to be 0, for score_normalization: dataset."},
+    )
+    demonstration_dataset_split: str = field(default="train", metadata={"help": "Which split of it."})
 
 
 def load_splits(script_args: PPOScriptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:
     """The prompts to train on and, where it is asked for, those to evaluate on."""
-    name = script_args.dataset_name
+    wanted = {"dataset_train_split": script_args.dataset_train_split}
+    if evaluates:
+        wanted["dataset_test_split"] = script_args.dataset_test_split
+    train, *test = _splits(script_args.dataset_name, script_args.dataset_config, wanted)
+    return train, test[0] if test else None
+
+
+def load_demonstrations(script_args: PPOScriptArguments) -> Dataset | None:
+    """The demonstrations whose mean score is to be 0, where there are any."""
+    if script_args.demonstration_dataset_name is None:
+        return None
+    wanted = {"demonstration_dataset_split": script_args.demonstration_dataset_split}
+    return _splits(script_args.demonstration_dataset_name, None, wanted)[0]
+
+
+def _splits(name: str, config: str | None, wanted: dict[str, str]) -> list[Dataset]:
+    """The splits of a data set that these options name."""
     with hub_errors("data set", name):
-        dataset = load_dataset(name, name=script_args.dataset_config)
-    wanted = [script_args.dataset_train_split, *([script_args.dataset_test_split] if evaluates else [])]
-    for split in wanted:
+        dataset = load_dataset(name, name=config)
+    for option, split in wanted.items():
         if split not in dataset:
             raise ValueError(
-                f"The data set {name} has the splits {sorted(dataset)}, not {split!r}. Name one with "
-                "--dataset_train_split or --dataset_test_split."
+                f"The data set {name} has the splits {sorted(dataset)}, not {split!r}. Name one with --{option}."
             )
-    train, *test = (dataset[split] for split in wanted)
-    return train, test[0] if test else None
+    return [dataset[split] for split in wanted.values()]
+
+
+def reward_sources(script_args: PPOScriptArguments) -> list[Any]:
+    """What scores beside the reward adapter: the reward model, then functions and servers."""
+    models = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
+    return [*models, *(reward_source(name) for name in script_args.reward_funcs or [])]
 
 
 def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: ModelConfig) -> None:
@@ -67,10 +100,11 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
     train_dataset, eval_dataset = load_splits(script_args, training_args.eval_strategy != "no")
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
-        reward_funcs=[load_function(name) for name in script_args.reward_funcs or []],
+        reward_funcs=reward_sources(script_args),
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
+        demonstration_dataset=load_demonstrations(script_args),
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
         policy_adapter=script_args.policy_adapter,

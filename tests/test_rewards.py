@@ -16,6 +16,7 @@ from ppo_lora.rewards import (
     KL_ESTIMATORS,
     add_step_rewards,
     clip_scores,
+    kl_rewards,
     overlong_penalties,
     replace_missing_eos,
     subtract_missing_eos,
@@ -162,3 +163,22 @@ def test_overlong_penalties_equal_the_oracle(length, max_length, buffer_length, 
 def test_step_rewards_land_on_real_tokens_only():
     steps = torch.tensor([[1.0, 2.0, 3.0], [4.0, math.nan, math.inf]])
     assert add_step_rewards(torch.ones(2, 3), steps, MASK).tolist() == [[2.0, 3.0, 4.0], [5.0, 1.0, 1.0]]
+
+
+@given(ragged_batches(), st.sampled_from(["k1", "k2", "k3"]))
+@lawful
+def test_a_normalised_penalty_sums_to_the_mean(batch, estimator):
+    columns = batch.normal(), batch.normal()
+    rewards = kl_rewards(*columns, batch.mask, 0.3, estimator, normalize_by_length=True)
+    for row, logprobs, ref_logprobs, mask in zip(rewards, *columns, batch.mask.tolist(), strict=True):
+        pairs = zip(logprobs.tolist(), ref_logprobs.tolist(), mask, strict=True)
+        real = [oracles.kl_penalty(new, ref, estimator) for new, ref, kept in pairs if kept]
+        assert_close(row.sum(), -0.3 * sum(real) / len(real), 1e-4)
+
+
+def test_later_penalties_only_by_hand():
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    logprobs, ref_logprobs = torch.tensor([[1.0, 2.0, 4.0], [8.0, 9.0, 9.0]]), torch.zeros(2, 3)
+    scores = torch.tensor([10.0, 20.0])
+    rewards = token_rewards(scores, logprobs, ref_logprobs, mask, 0.5, later_only=True)
+    assert_close(rewards, [[-1.0, -2.0, 10.0], [20.0, 0.0, 0.0]])

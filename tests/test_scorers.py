@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-import sys
 from functools import partial
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from builders import EOS, PAD, tiny_tokenizer
-from ppo_lora import Prompts, Responses, Role, Rollout, Scorer, load_function
+from ppo_lora import Prompts, Responses, Role, Rollout, Scorer
 from ppo_lora.responses import read_responses
 from ppo_lora.rollout import assemble
 
@@ -333,40 +332,3 @@ def test_columns_that_would_clash_with_arguments_are_left_out():
     responses = read_responses(prompts, _rollout(prompts, [7, EOS]), tiny_tokenizer())
     assert responses.columns == {"kept": ["x"]}
     assert _scorer(_constant([1.0]))(responses)[0].tolist() == [1.0]
-
-
-# Functions by name
-
-
-@pytest.fixture
-def rewards_here(tmp_path, monkeypatch):
-    """A module of rewards in the working directory, and one that imports what there is not."""
-    (tmp_path / "rewards_here.py").write_text("def one(**kwargs):\n    return [1.0]\n\n\ntwo = 2\n")
-    (tmp_path / "rewards_broken.py").write_text("import no_such_library\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [entry for entry in sys.path if entry])
-
-
-def test_a_function_of_the_working_directory_is_found(rewards_here):
-    assert load_function("rewards_here.one")() == [1.0]
-    assert load_function("math.floor") is math.floor
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("one", "expected a dotted name"),
-        ("no_such_module.one", "no module no_such_module. Write it into the working directory"),
-        ("os.no_such_module.one", "no module os.no_such_module"),
-        ("rewards_here.three", "the module rewards_here has no function three"),
-        ("rewards_here.two", "has no function two"),
-    ],
-)
-def test_a_function_that_is_not_there_is_told(rewards_here, name, message):
-    with pytest.raises(ValueError, match=message):
-        load_function(name)
-
-
-def test_what_a_module_lacks_is_not_blamed_on_its_name(rewards_here):
-    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
-        load_function("rewards_broken.one")
