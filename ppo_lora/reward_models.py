@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
+from .adapters import HEAD_NAMES
 from .config import PPOConfig
+from .function_names import URL_SCHEMES
 from .hub import check_safetensors, hub_errors
 from .reward_calls import RewardFunction
 
 RewardSource = RewardFunction | str | PreTrainedModel
+
+_QUANTIZATION = ("load_in_", "bnb_4bit_", "llm_int8_")
+_OF_TOKENIZERS = ("trust_remote_code", "revision", "token", "subfolder", "cache_dir", "local_files_only")
 
 
 class ModelReward:
@@ -76,7 +82,7 @@ def reward_functions(given: Any, tokenizers: Any, config: PPOConfig) -> list[Rew
     """The reward functions, with models made into functions.
 
     Args:
-        given: one or several functions, model names or models; None for none.
+        given: one or several functions, URLs of reward servers, model names or models; None for none.
         tokenizers: one for each of them, or None; those of functions are not used.
         config: how models are loaded and how many rows go through at once.
 
@@ -94,17 +100,55 @@ def reward_functions(given: Any, tokenizers: Any, config: PPOConfig) -> list[Rew
 
 
 def _function(source: Any, tokenizer: Any, config: PPOConfig) -> RewardFunction:
+    if isinstance(source, str) and source.startswith(URL_SCHEMES):
+        return _server(source, config)
+    options = reward_model_options(config)
     if isinstance(source, str):
         with hub_errors("reward model", source):
             if not config.allow_pickle:
-                check_safetensors(source)
-            source = AutoModelForSequenceClassification.from_pretrained(
-                source, num_labels=1, trust_remote_code=config.trust_remote_code
-            )
+                check_safetensors(source, options.get("revision"))
+            source = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **options)
     if not isinstance(source, PreTrainedModel):
         return source
     if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.config.name_or_path, trust_remote_code=config.trust_remote_code
-        )
+        its_own = {name: options[name] for name in _OF_TOKENIZERS if name in options}
+        tokenizer = AutoTokenizer.from_pretrained(source.config.name_or_path, **its_own)
     return ModelReward(source, tokenizer, config.local_rollout_forward_batch_size)
+
+
+def _server(url: str, config: PPOConfig) -> RewardFunction:
+    from .reward_server import RewardServer  # nobody else has to wait for an HTTP client
+
+    return RewardServer(
+        url,
+        timeout=config.reward_server_timeout,
+        retries=config.reward_server_retries,
+        concurrency=config.reward_server_concurrency,
+        batch_size=config.reward_server_batch_size,
+    )
+
+
+def reward_model_options(config: PPOConfig) -> dict[str, Any]:
+    """Keyword arguments for loading a reward model, from ``reward_model_init_kwargs``.
+
+    ``load_in_4bit``, ``load_in_8bit``, ``llm_int8_...`` and ``bnb_4bit_...`` become a BitsAndBytesConfig, which leaves
+    the head as it is.
+
+    Raises:
+        ValueError: options of quantization without ``load_in_4bit`` or ``load_in_8bit``, or beside a
+            ``quantization_config``.
+    """
+    given = dict(cast("dict[str, Any]", config.reward_model_init_kwargs or {}))
+    quantization = {name: given.pop(name) for name in list(given) if name.startswith(_QUANTIZATION)}
+    options = {"trust_remote_code": config.trust_remote_code, **given}
+    if not quantization:
+        return options
+    wanted = any(quantization.get(name) for name in ("load_in_4bit", "load_in_8bit"))
+    if not wanted or "quantization_config" in options:
+        raise ValueError(
+            f"reward_model_init_kwargs has {sorted(quantization)}"
+            f"{' beside quantization_config' if wanted else ' without load_in_4bit or load_in_8bit'}; expected one of "
+            "load_in_4bit=true and load_in_8bit=true with further fields of BitsAndBytesConfig, or none of them."
+        )
+    quantization.setdefault("llm_int8_skip_modules", list(HEAD_NAMES))
+    return {**options, "quantization_config": BitsAndBytesConfig(**quantization)}

@@ -70,8 +70,8 @@ class PPOTrainer(Trainer):
 
     Args:
         model: a model id or folder, a causal language model without adapters, or a :class:`SharedBase`.
-        reward_funcs: one or several functions ``f(prompts, completions, completion_ids, **columns)``, or
-            sequence-classification models with one output, by name or loaded.
+        reward_funcs: one or several functions ``f(prompts, completions, completion_ids, **columns)``,
+            sequence-classification models with one output, by name or loaded, or URLs of reward servers.
         args: the configuration.
         train_dataset: TRL's prompt-only format, text or messages.
         eval_dataset: the same, or a dict of such, for :meth:`evaluate`.

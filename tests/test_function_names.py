@@ -14,6 +14,7 @@ from builders import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 from ppo_lora import PPOTrainer, Scorer, load_function
 from ppo_lora.function_names import reward_source
 from runs import config, logged
+from scoring import NoBase
 
 MODULE = """
 import functools
@@ -81,9 +82,6 @@ def test_a_call_is_made():
     ],
 )
 def test_metrics_have_readable_and_distinct_names(names, metrics):
-    class NoBase:
-        roles = ()
-
     assert Scorer(NoBase(), [load_function(name) for name in names], None, 8).names == metrics
 
 

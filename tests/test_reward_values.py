@@ -13,26 +13,15 @@ import torch
 from batches import assert_close
 from builders import tiny_tokenizer
 from byte_level import EOS, byte_level_tokenizer
-from ppo_lora import Prompts, Scorer
-from ppo_lora.responses import read_responses
+from ppo_lora import Scorer
 from ppo_lora.reward_values import checked_rewards
-from ppo_lora.rollout import assemble
-
-
-class NoBase:
-    roles = ()
-
-
-def _responses(prompts, rows, tokenizer):
-    ids = torch.ones(len(rows), 2, dtype=torch.long)
-    given = Prompts(ids, torch.ones_like(ids, dtype=torch.bool), {"prompt": prompts})
-    return read_responses(given, assemble(given, torch.tensor(rows), [EOS]), tokenizer)
+from scoring import NoBase, responses_of
 
 
 @pytest.fixture
 def responses():
     """Two completions: "w7 w8 w9" with EOS behind it, and "w5" with EOS and padding."""
-    return _responses(["w3", "w4"], [[7, 8, 9, 1], [5, 1, 0, 0]], tiny_tokenizer())
+    return responses_of(["w3", "w4"], [[7, 8, 9, 1], [5, 1, 0, 0]], tiny_tokenizer())
 
 
 def _same(*rows):
@@ -67,7 +56,7 @@ def test_rewards_of_spans(responses):
 def test_spans_of_chat_completions():
     tokenizer = byte_level_tokenizer(0)
     ids = [*tokenizer("a🙂b")["input_ids"], EOS]
-    responses = _responses([[{"role": "user", "content": "x"}]], [ids], tokenizer)
+    responses = responses_of([[{"role": "user", "content": "x"}]], [ids], tokenizer)
     assert responses.text(0) == "a🙂b"
     found = checked_rewards("f", [[((0, 1), 1.0), ((1, 2), 2.0), ((0, 3), 4.0)]], responses)
     assert_close(found.steps, [[1, 0, 0, 0, 2, 4, 0]], 0)
