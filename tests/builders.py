@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -73,6 +74,22 @@ def save_tiny_model(folder, architecture: str = "llama", seed: int = 0, **change
     """Save such a model with its tokenizer; returns the folder as text."""
     tiny_model(architecture, seed, **changes).save_pretrained(folder)
     tiny_tokenizer(changes.get("vocab_size", VOCABULARY)).save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_reward_model(num_labels: int = 1, seed: int = 7) -> PreTrainedModel:
+    """A float32 sequence-classification model with random weights."""
+    settings = tiny_config("llama", hidden_size=32)
+    settings.num_labels = num_labels
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForSequenceClassification.from_config(settings).eval()
+
+
+def save_reward_model(folder) -> str:
+    """Save such a model with its tokenizer; returns the folder as text."""
+    tiny_reward_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     return str(folder)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from builders import save_tiny_model
+import pytest
+
+from builders import save_reward_model, save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -50,6 +53,36 @@ def test_it_trains_evaluates_and_saves(tmp_path):
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
     assert '"r": 4' in (tmp_path / "run" / "adapter_config.json").read_text()
     assert "Evaluation at step" in result.stdout
+
+
+def test_every_kind_of_reward_source_from_the_command_line(tmp_path):
+    """A model, a function and a call that makes one, shifted by demonstrations; nothing of the token is written."""
+    save_reward_model(tmp_path / "judge")
+    demonstrations = tmp_path / "demonstrations"
+    demonstrations.mkdir()
+    (demonstrations / "train.jsonl").write_text('{"prompt": "w3", "completion": "w5 w5"}\n' * 3)
+    repetition = "trl.rewards.get_repetition_penalty_reward(ngram_size=1, max_penalty=-1.0)"
+    result = _run(
+        tmp_path,
+        *("--reward_funcs", "my_rewards.count_w5", repetition),
+        *("--reward_model_name_or_path", str(tmp_path / "judge")),
+        *(
+            "--reward_model_init_kwargs",
+            '{"dtype": "float32", "token": "hf_secret"}',
+            "--reward_weights",
+            "0",
+            "1",
+            "1",
+        ),
+        *("--score_normalization", "dataset", "--demonstration_dataset_name", str(demonstrations)),
+        *("--eval_strategy", "no"),
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    reward = json.loads((tmp_path / "run" / "ppo_lora.json").read_text())["reward"]
+    assert list(reward["weights"]) == ["judge", "count_w5", "repetition_penalty_reward"]
+    assert reward["normalisation"] == {"kind": "dataset", "mean": pytest.approx(2.0 - 1 / 3)}  # 2 of 3 tokens differ
+    written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [text for text in written if b"hf_secret" in text]
 
 
 def test_an_unknown_option_in_the_yaml_is_an_error(tmp_path):

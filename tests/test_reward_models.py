@@ -6,27 +6,16 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
-from builders import CHAT_TEMPLATE, prompts, tiny_config, tiny_model, tiny_tokenizer
+from builders import CHAT_TEMPLATE, prompts, save_reward_model, tiny_model, tiny_reward_model, tiny_tokenizer
 from ppo_lora import PPOTrainer
 from ppo_lora.reward_models import reward_functions, reward_model_options
 from runs import config, count_w5, logged, trainer
 
 
-def reward_model(num_labels: int = 1):
-    settings = tiny_config("llama", hidden_size=32)
-    settings.num_labels = num_labels
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        return AutoModelForSequenceClassification.from_config(settings).eval()
-
-
 @pytest.fixture
 def folder(tmp_path):
-    reward_model().save_pretrained(tmp_path / "judge")
-    tiny_tokenizer().save_pretrained(tmp_path / "judge")
-    return str(tmp_path / "judge")
+    return save_reward_model(tmp_path / "judge")
 
 
 def test_it_scores_prompt_and_completion_as_the_model_does_one_by_one(tmp_path, folder):
@@ -44,10 +33,10 @@ def test_it_scores_prompt_and_completion_as_the_model_does_one_by_one(tmp_path, 
 def test_chat_messages_go_through_its_own_template(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
-    (score,) = reward_functions([reward_model()], [tokenizer], config(tmp_path))
+    (score,) = reward_functions([tiny_reward_model()], [tokenizer], config(tmp_path))
     got = score([[{"role": "user", "content": "w9"}]], [[{"role": "assistant", "content": "w8"}]])
     with torch.no_grad():
-        expected = reward_model()(torch.tensor([[3, 9, 4, 8]])).logits.item()
+        expected = tiny_reward_model()(torch.tensor([[3, 9, 4, 8]])).logits.item()
     assert got == pytest.approx([expected], abs=1e-5)
 
 
@@ -64,7 +53,7 @@ def test_a_run_mixes_it_with_functions(tmp_path, folder):
 
 def test_more_than_one_output_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has 2 outputs; expected num_labels=1"):
-        reward_functions(reward_model(num_labels=2), tiny_tokenizer(), config(tmp_path))
+        reward_functions(tiny_reward_model(num_labels=2), tiny_tokenizer(), config(tmp_path))
 
 
 def test_the_number_of_tokenizers_is_checked(tmp_path):
@@ -130,13 +119,13 @@ def test_quantization_that_contradicts_itself_is_refused(tmp_path, given, messag
 
 def test_its_own_tokenizer_is_used(tmp_path):
     """The same word has another id for the reward model, which scores as with that id."""
-    model, tokenizer = reward_model(), tiny_tokenizer(vocab_size=20)
+    model, tokenizer = tiny_reward_model(), tiny_tokenizer(vocab_size=20)
     model.save_pretrained(tmp_path / "judge")
     tokenizer.add_tokens(["w30"])
     tokenizer.save_pretrained(tmp_path / "judge")
     (score,) = reward_functions(str(tmp_path / "judge"), None, config(tmp_path))
     with torch.no_grad():
-        expected = reward_model()(torch.tensor([[4, 20]])).logits.item()
+        expected = tiny_reward_model()(torch.tensor([[4, 20]])).logits.item()
     assert score(["w4 "], ["w30"]) == pytest.approx([expected], abs=1e-5)
 
 
