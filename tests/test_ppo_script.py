@@ -79,7 +79,7 @@ def test_every_kind_of_reward_source_from_the_command_line(tmp_path):
     )
     assert result.returncode == 0, result.stderr[-3000:]
     reward = json.loads((tmp_path / "run" / "ppo_lora.json").read_text())["reward"]
-    assert list(reward["weights"]) == ["judge", "count_w5", "repetition_penalty_reward"]
+    assert reward["weights"] == {"judge": 0.0, "count_w5": 1.0, "repetition_penalty_reward": 1.0}
     assert reward["normalisation"] == {"kind": "dataset", "mean": pytest.approx(2.0 - 1 / 3)}  # 2 of 3 tokens differ
     written = [path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert not [text for text in written if b"hf_secret" in text]

@@ -25,7 +25,7 @@ def test_it_scores_prompt_and_completion_as_the_model_does_one_by_one(tmp_path, 
     for prompt, completion in texts:
         ids = tiny_tokenizer()(prompt + completion, return_tensors="pt").input_ids
         with torch.no_grad():
-            expected.append(reward_model()(ids).logits.item())
+            expected.append(tiny_reward_model()(ids).logits.item())
     got = score([prompt for prompt, _ in texts], [completion for _, completion in texts], completion_ids=[])
     assert got == pytest.approx(expected, abs=1e-5)
 
