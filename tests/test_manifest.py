@@ -74,6 +74,16 @@ def test_the_value_can_be_left_out(tmp_path):
 # The content hash
 
 
+def test_a_value_role_that_is_left_out_is_not_left_over(saved):
+    (saved / "value" / "notes.txt").touch()
+    save_roles(saved, make_base(), SCHEDULE, value=False)
+    assert [path.name for path in (saved / "value").iterdir()] == ["notes.txt"]
+    save_roles(saved, make_base(), SCHEDULE)
+    (saved / "value" / "notes.txt").unlink()
+    save_roles(saved, make_base(), SCHEDULE, value=False)
+    assert not (saved / "value").exists()
+
+
 def test_the_hash_is_of_contents_and_not_of_files(tmp_path):
     adapter = read_adapter(reward_adapter())
     turned = dict(reversed(adapter.tensors.items()))
@@ -184,6 +194,36 @@ def test_a_run_without_its_reward_adapter_is_told(saved):
     base = make_base(policy=policy_adapter())
     with pytest.raises(ValueError, match="reward adapter .*, this run has none, whose"):
         load_roles(saved, base, SCHEDULE)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kind": "nf4"}, "a base with quantization none, this one has nf4"),
+        ({"model": "other"}, "the base .*, this is "),
+    ],
+)
+def test_a_run_resumed_on_another_base_is_warned_of_once(saved, options, text, monkeypatch):
+    if options.pop("model", None):
+        other = model_folder(seed=9)
+        monkeypatch.setattr("bases.model_folder", lambda *args: other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        base = make_base(policy=policy_adapter(), reward=reward_adapter(), **options)
+    with pytest.warns(UserWarning, match=f"The checkpoint {saved} was trained on {text}") as seen:
+        load_roles(saved, base, SCHEDULE)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("then", "now"), [("shared", "separate"), ("separate", "shared")])
+def test_a_run_does_not_resume_with_another_kind_of_value_role(tmp_path, then, now):
+    save_roles(tmp_path, make_base(value=then), SCHEDULE)
+    base = make_base(value=now)
+    randomize(base.trainable_parameters()[Role.POLICY], 3)
+    before = [parameter.detach().clone() for parameter in base.parameters()]
+    with pytest.raises(ValueError, match=rf"made with value_adapter={then}, this run has {now}; a run resumes with"):
+        load_roles(tmp_path, base, SCHEDULE)
+    assert all(torch.equal(a, b) for a, b in zip(base.parameters(), before, strict=True))
 
 
 # Which base
