@@ -137,6 +137,44 @@ def test_a_broken_manifest_is_named(saved, text):
         read_adapter(saved)
 
 
+HOSTILE = {
+    "versions": "abc",
+    "schedule": ["abc"],
+    "reward": "abc",
+    "roles": {"policy": {"source": 5}},
+    "role": 5,
+    "sha256": None,
+}
+HOSTILE_BASE = {
+    "name": 5,
+    "commit": 5,
+    "revision": {"a": 1},
+    "quantization": {},
+    "vocab_size": "50",
+    "hidden_size": [64],
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{name: value} for name, value in HOSTILE.items()]
+    + [{"base": {name: value}} for name, value in (HOSTILE_BASE | {"name": "a\0b"}).items()]
+    + [{"base": {"vocab_size": value}} for value in (float("nan"), True, 50.0)],
+    ids=str,
+)
+def test_entries_of_another_type_are_broken(saved, changes):
+    base = {"base": {**_entries(saved)["base"], **changes["base"]}} if "base" in changes else {}
+    _write(saved, **{**changes, **base})
+    with pytest.raises(ValueError, match=f"The manifest ppo_lora.json of {saved} is broken"):
+        read_adapter(saved)
+
+
+def test_a_bottomless_manifest_is_broken(saved):
+    (saved / "ppo_lora.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=f"The manifest ppo_lora.json of {saved} is broken"):
+        read_adapter(saved)
+
+
 def test_a_manifest_of_another_format_is_refused(saved):
     _write(saved, format=99)
     with pytest.raises(ValueError, match="has format 99; this ppo_lora reads format 2"):
@@ -263,6 +301,22 @@ def test_what_differs_is_warned_of(trained_on, text):
     if text is not None:
         with pytest.warns(UserWarning, match=f"The reward adapter x was trained on .*{text}"):
             check_belongs(trained_on, LOADED, "reward adapter x")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "vit"},
+        {"model_type": "llama", "vocab_size": "x"},
+        {"model_type": "llama", "quantization_config": 5},
+        {"model_type": "no such"},
+        5,
+    ],
+    ids=str,
+)
+def test_a_base_whose_configuration_says_nothing_is_known_by_name(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert BaseIdentity.named(str(tmp_path), "main") == BaseIdentity(str(tmp_path), "main")
 
 
 @pytest.mark.parametrize(("size", "word"), [("vocab_size", "vocabulary"), ("hidden_size", "hidden size")])
