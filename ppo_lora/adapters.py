@@ -302,6 +302,7 @@ def role_config(config: LoraConfig) -> LoraConfig:
     config = deepcopy(config)
     config.task_type = "CAUSAL_LM"
     config.inference_mode = False
+    config.auto_mapping = None  # names the class that it was trained on, which the base need not be
     config.modules_to_save = None
     return config
 

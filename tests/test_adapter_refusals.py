@@ -66,8 +66,11 @@ def test_a_head_of_another_hidden_size_is_refused(role):
 
 
 @pytest.mark.parametrize("name", ["policy", "reference"])
-def test_a_head_on_a_text_role_is_left_alone(name):
-    base = make_base(**{name: reward_adapter()})
+def test_a_head_on_a_text_role_is_left_out_with_a_warning(name):
+    text = f"The {name} adapter {reward_adapter()} has a head, as reward and value adapters have; it is left out.*SFT"
+    with pytest.warns(UserWarning, match=text) as seen:
+        base = make_base(**{name: reward_adapter()})
+    assert len(seen) == 1
     assert base.adapter(name).head is None
     assert_same_adapter(base.adapter(name), Adapter(lora_config(), read_adapter(reward_adapter()).tensors))
 
@@ -188,6 +191,15 @@ def test_options_of_another_type_are_named(tmp_path, option, value):
     with pytest.raises(ValueError, match=rf"The adapter_config.json of {tmp_path} is broken \(.*{option}") as error:
         read_adapter(tmp_path)
     assert repr(value) in str(error.value)
+
+
+def test_the_class_that_an_adapter_names_is_not_handed_on(tmp_path):
+    """PEFT's AutoPeftModel would import it from the library that the file names."""
+    shutil.copytree(policy_adapter(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "adapter_config.json"
+    named = {"base_model_class": "LlamaModel", "parent_library": "some.library"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_mapping": named, "task_type": None}))
+    assert make_base(policy=tmp_path).adapter("policy").config.auto_mapping is None
 
 
 def test_a_bottomless_configuration_is_named(tmp_path):
