@@ -113,9 +113,7 @@ def test_the_kl_in_the_loss_is_scaled_like_the_advantages(tmp_path, rewards, adv
     plain_options = {"whiten_advantages": False, "whiten_rewards": False}
     made, unscaled, plain = (
         trainer(tmp_path / str(i), **{**options, "whiten_advantages": advantages, **more}).collect(0)
-        for i, more in enumerate(
-            ({}, {"whiten_advantages": False}, {"whiten_advantages": False, "whiten_rewards": False})
-        )
+        for i, more in enumerate(({}, {"whiten_advantages": False}, plain_options))
     )
     mask = made.response_mask
     scale = 1.0

@@ -60,17 +60,8 @@ def experience(tmp_path):
 def test_the_step_of_two_processes_is_that_of_one(tmp_path, experience):
     base, rows = experience
     for processes, size in ((1, 4), (2, 2)):
-        more = (
-            "--per_device_train_batch_size",
-            str(size),
-            "--max_steps",
-            "1",
-            "--logging_steps",
-            "1",
-            "--experience",
-            str(rows),
-        )
-        _run(processes, base, tmp_path / str(processes), *more)
+        more = f"--per_device_train_batch_size {size} --max_steps 1 --logging_steps 1 --experience {rows}"
+        _run(processes, base, tmp_path / str(processes), *more.split())
     for part in ("adapter_model.safetensors", "value/adapter_model.safetensors"):
         one, two = (load_file(tmp_path / n / part) for n in ("1", "2"))
         assert any(tensor.abs().max() > 0 for key, tensor in one.items() if "lora_B" in key or "score" in key)
