@@ -22,6 +22,7 @@ from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus
 from .masking import masked_mean, masked_var, masked_whiten
 from .preparation import default_peft_config
 from .responses import Responses
+from .reward_calls import RewardSourceError
 from .rewards import kl_penalty, token_rewards
 from .roles import Role
 from .scorers import Scorer
@@ -46,6 +47,7 @@ __all__ = [
     "PolicySamples",
     "Prompts",
     "Responses",
+    "RewardSourceError",
     "Role",
     "Rollout",
     "ScalarHead",

@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from ppo_lora import HubError, PPOConfig, PPOTrainer, hub_errors, reward_source
+from ppo_lora import HubError, PPOConfig, PPOTrainer, RewardSourceError, hub_errors, reward_source
 
 
 @dataclass
@@ -125,5 +125,5 @@ if __name__ == "__main__":
     parser = TrlParser((PPOScriptArguments, PPOConfig, ModelConfig))
     try:
         main(*parser.parse_args_and_config(fail_with_unknown_args=True))
-    except HubError as error:
+    except (HubError, RewardSourceError) as error:
         raise SystemExit(f"error: {error}") from None

@@ -85,6 +85,13 @@ def test_every_kind_of_reward_source_from_the_command_line(tmp_path):
     assert not [text for text in written if b"hf_secret" in text]
 
 
+def test_a_reward_server_that_is_not_there_is_told_in_one_line(tmp_path):
+    result = _run(tmp_path, "--reward_funcs", "http://me:secret@127.0.0.1:9/score", "--reward_server_retries", "0")
+    assert result.returncode == 1 and "Traceback" not in result.stderr and "secret" not in result.stderr
+    message = "error: The reward server http://127.0.0.1:9/score gave no rewards (asked once): ConnectError"
+    assert message in result.stderr
+
+
 def test_an_unknown_option_in_the_yaml_is_an_error(tmp_path):
     result = _run(tmp_path, "--no_such_option", "1")
     assert result.returncode != 0

@@ -80,3 +80,16 @@ def test_two_processes_share_the_prompts_and_sample_for_themselves(tmp_path, mon
     seen = [(tmp_path / f"seen.{rank}").read_text().splitlines() for rank in (0, 1)]
     assert len(seen[0]) == len(seen[1]) == 12
     assert sorted(seen[0] + seen[1]) == sorted(prompts(24)["prompt"])
+
+
+def test_two_processes_have_the_moments_of_all_scores_and_log_what_one_of_them_saw(tmp_path):
+    base = save_tiny_model(tmp_path / "base")
+    more = "--per_device_train_batch_size 3 --max_steps 2 --logging_steps 1 --save_strategy steps".split()
+    _run(2, base, tmp_path / "run", *more, "--save_steps", "2", "--score_normalization", "running")
+    state = json.loads((tmp_path / "run" / "checkpoint-2" / "ppo_state.json").read_text())["scores"]
+    history = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    assert state["count"] == 2 * 2 * 6
+    means = [entry["objective/scores"] for entry in history]
+    assert state["mean"] == pytest.approx(sum(means) / 2, abs=1e-5)
+    assert [entry["rank_0"] for entry in history] == [1.0, 1.0]
+    assert "rank_1" not in history[0] and history[1]["rank_1"] == 5.0
