@@ -100,3 +100,19 @@ def test_a_stopped_clock_stands(clock):
     clock.enter("scoring")
     clock.now = 152.0
     assert clock.stop() == {"scoring": 2.0}
+
+
+def test_names_that_only_another_process_saw_are_reduced_too():
+    """Both processes have to hand the same numbers of sums to the reduction, in the same order."""
+    means = RunningMeans()
+    means.add({"b": 3.0})
+    seen = []
+
+    def reduce(totals):
+        seen.append(totals.tolist())
+        return totals + torch.tensor([[8.0, 2.0], [0.0, 0.0]])
+
+    assert means.pop(reduce, lambda names: [*names, "a", "b"]) == {"a": 4.0, "b": 3.0}
+    assert seen == [[[0.0, 0.0], [3.0, 1.0]]]
+    assert means.pop(reduce, lambda names: [*names, "a", "b"]) == {"a": 4.0}
+    assert means.pop() == {}
