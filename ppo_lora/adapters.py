@@ -108,8 +108,9 @@ class Adapter:
         return ScalarHead(weight, self.head.get("bias"))
 
 
-SHARED, SEPARATE = "shared", "separate"
-"""What the value adapter can be besides an adapter: the policy's, or one of its own."""
+SHARED, SEPARATE, ZERO = "shared", "separate", "zero"
+"""What the value adapter can be besides an adapter: the policy's; one of its own, started from the reward adapter if
+there is one; or one of its own that starts fresh, with a head of zeros."""
 
 AdapterLike = str | Path | AdapterSource | Adapter
 
@@ -209,11 +210,11 @@ def read_roles(given: Mapping[str, AdapterLike | None], allow_pickle: bool = Fal
     """Adapters from whatever names them, by role; None and the value role's words stay as they are.
 
     Raises:
-        ValueError: "shared" or "separate" for a role other than the value; see :func:`read_adapter`.
+        ValueError: "shared", "separate" or "zero" for a role other than the value; see :func:`read_adapter`.
     """
     read: dict[str, Any] = {}
     for role, source in given.items():
-        word = isinstance(source, str) and source in (SHARED, SEPARATE)
+        word = isinstance(source, str) and source in (SHARED, SEPARATE, ZERO)
         if word and role != "value":
             raise ValueError(f"The {role} adapter is {source!r}, which only the value adapter can be; give a folder.")
         if source is None or word or isinstance(source, Adapter):

@@ -1,4 +1,4 @@
-"""Generalized advantage estimation."""
+"""Generalized advantage estimation, and what corrects advantages where sampling and training differ."""
 
 from __future__ import annotations
 
@@ -34,3 +34,23 @@ def generalized_advantage_estimation(
         running = torch.where(mask[:, t], deltas[:, t] + gamma * lam * running, running.new_zeros(()))
         advantages[:, t] = running
     return advantages, advantages + values
+
+
+def truncated_importance_weights(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, cap: float) -> Tensor:
+    """min(pi_train / pi_sample, cap) of each token: corrects for a sampler that computes a little differently.
+
+    The expected gradient of the sampled tokens becomes that of the policy as training computes it, up to the cap that
+    bounds the variance. Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training" (truncated importance sampling, token level).
+
+    Args:
+        logprobs: [B, T] float, in nats, of the sampled tokens as training computes them, before the update.
+        sampling_logprobs: [B, T] float, as they were sampled.
+        mask: [B, T] bool, True at real tokens.
+        cap: the largest weight.
+
+    Returns:
+        [B, T] float; 1 at masked positions.
+    """
+    log_ratio = torch.where(mask, logprobs - sampling_logprobs, torch.zeros_like(logprobs))
+    return log_ratio.exp().clamp(max=cap)

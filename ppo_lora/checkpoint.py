@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from .adapters import Adapter, read_adapter, write_adapter
 from .manifest import Manifest, Origin
@@ -12,6 +13,17 @@ from .roles import Role, label
 from .shared_base import SharedBase
 
 VALUE_FOLDER = "value"
+STATE_FILE = "ppo_state.json"
+
+
+class Stateful(Protocol):
+    """Something that a run carries from iteration to iteration: a coefficient, running moments."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values; empty where there is nothing to carry."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
 
 
 def save_roles(
@@ -59,6 +71,34 @@ def load_roles(folder: str | Path, base: SharedBase, schedule: Mapping[str, int]
         _check_same_run(adapter, folder, base, schedule)
     for role, adapter in adapters.items():
         base.load_adapter(role, adapter)
+
+
+def save_states(folder: str | Path, states: Mapping[str, Stateful]) -> None:
+    """Write the state of each of ``states``; a number in JSON is read back to the last bit."""
+    path = Path(folder) / STATE_FILE
+    path.write_text(json.dumps(_filled(states), indent=2) + "\n", encoding="utf-8")
+
+
+def load_states(folder: str | Path, states: Mapping[str, Stateful]) -> None:
+    """Bring each of ``states`` to where it was when the checkpoint was written.
+
+    Raises:
+        ValueError: the checkpoint has the states of other options.
+    """
+    path = Path(folder) / STATE_FILE
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    wanted = _filled(states)
+    if saved.keys() != wanted.keys():
+        raise ValueError(
+            f"The checkpoint {folder} has the state of {sorted(saved) or 'nothing'}, this run needs that of "
+            f"{sorted(wanted) or 'nothing'}; a run resumes with the options it began with."
+        )
+    for name, state in saved.items():
+        states[name].load_state_dict(state)
+
+
+def _filled(states: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
+    return {name: state for name, each in states.items() if (state := each.state_dict())}
 
 
 def _check_same_run(adapter: Adapter, folder: Path, base: SharedBase, schedule: Mapping[str, int]) -> None:

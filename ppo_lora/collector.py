@@ -63,12 +63,15 @@ class Collector:
         """One response to each prompt, drawn from the random numbers that ``stream`` and ``number`` name."""
         config = self._config
         with seeded(config.seed, stream, number, config.process_index):
-            return self.sample_drawn(prompts, None)
+            return self._sample(prompts, keep_logprobs=config.importance_sampling_cap is not None)
 
-    def sample_drawn(self, prompts: Prompts, draws: Tensor | None) -> Rollout:
+    def sample_drawn(self, prompts: Prompts, draws: Tensor) -> Rollout:
         """One response to each prompt, drawn with the given numbers; see :func:`~ppo_lora.rollout.sample`."""
+        return self._sample(prompts, draws=draws)
+
+    def _sample(self, prompts: Prompts, **options: Any) -> Rollout:
         pad = self._tokenizer.pad_token_id
-        return sample(self._base, prompts, self._config, self._stop_token_ids, pad, draws=draws)
+        return sample(self._base, prompts, self._config, self._stop_token_ids, pad, **options)
 
     def score(
         self,

@@ -147,8 +147,8 @@ class PPOConfig(TrainingArguments):
     kl_in: str = field(
         default="reward",
         metadata={
-            "help": "Where the KL penalty goes: into the per-token reward (Ziegler et al. 2019, arXiv 1909.08593), or "
-            "into the loss, corrected for the ratio (arXiv 2512.02556).",
+            "help": "Where a token's own KL penalty goes: into its reward (Ziegler et al. 2019, arXiv 1909.08593), or "
+            "into the loss, corrected for the ratio (arXiv 2512.02556). The objective is the same.",
             "choices": ["reward", "loss"],
         },
     )

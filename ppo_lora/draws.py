@@ -1,4 +1,4 @@
-"""Random numbers that belong to a response and not to the batch that it is sampled in."""
+"""How tokens are drawn: random numbers that belong to a response and not to its batch, and what was drawn."""
 
 from __future__ import annotations
 
@@ -51,3 +51,32 @@ class InverseTransform(LogitsProcessor):
         numbers = self._draws[:, input_ids.shape[1] - self._prompt_length, None].to(scores.device)
         tokens = (cumulative <= numbers * cumulative[:, -1:]).sum(dim=-1, keepdim=True)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
+
+
+class SampledLogprobs(LogitsProcessor):
+    """Notes with which log-probability each token is sampled; holds the logits of one step and never of more.
+
+    Args:
+        temperature: divides the logits.
+    """
+
+    def __init__(self, temperature: float):
+        self._temperature = temperature
+        self._step: Tensor | None = None
+        self._chosen: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Logits [B, V] in, the same out; ``input_ids`` end with the token that was drawn in the step before."""
+        self._note(input_ids)
+        self._step = torch.log_softmax(scores.float() / self._temperature, dim=-1)
+        return scores
+
+    def of(self, sequences: Tensor) -> Tensor:
+        """The log-probabilities of the tokens at the end of the finished ``sequences`` [B, P + T]: [B, T] float32."""
+        self._note(sequences)
+        return torch.stack(self._chosen, dim=1)
+
+    def _note(self, sequences: Tensor) -> None:
+        if self._step is not None:
+            self._chosen.append(self._step.gather(1, sequences[:, -1:]).squeeze(1))
+            self._step = None

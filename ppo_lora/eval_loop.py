@@ -13,9 +13,9 @@ from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset
 from .draws import uniform_draws
-from .rollout import TokenScores, rollout_metrics, source_metrics
+from .rollout import TokenScores, build_experience, rollout_metrics, source_metrics
 from .statistics import best_of_n
-from .types import Experience, Rollout
+from .types import Rollout
 
 _EVALUATIONS = 3  # a stream of random numbers; the trainer's own are 1 and 2, the comparison of policies has 4
 
@@ -55,11 +55,11 @@ def evaluation_metrics(sources: Sequence[str], config: PPOConfig) -> list[str]:
     """Names of what :func:`evaluate_prompts` measures, where the reward sources of these names say something."""
     samples = config.samples_per_eval_prompt
     zeros, mask = torch.zeros(samples, 1), torch.ones(samples, 1, dtype=torch.bool)
-    experience = Experience(**{item.name: zeros for item in fields(Experience)})
+    exact_kl = zeros if config.log_exact_kl else None
     rows = _Rows(
-        experience=replace(experience, response_mask=mask, scores=zeros[:, 0]),
-        tokens=TokenScores(**{item.name: zeros for item in fields(TokenScores)}),
         rollout=Rollout(zeros, mask, mask, mask[:, 0]),
+        tokens=TokenScores(zeros, zeros, zeros, zeros, exact_kl),
+        scores=zeros[:, 0],
         by_source={name: zeros[:, 0] for name in sources},
     )
     return list(rows.metrics(0.0, config, samples))
@@ -75,9 +75,9 @@ def _draws(places: Sequence[int], samples: int, config: PPOConfig) -> Tensor:
 class _Rows:
     """What metrics are made of, for some rows."""
 
-    experience: Experience
-    tokens: TokenScores
     rollout: Rollout
+    tokens: TokenScores
+    scores: Tensor
     by_source: dict[str, Tensor]
 
     @classmethod
@@ -85,7 +85,7 @@ class _Rows:
         """A rollout's rows, without the prompts, whose padding differs between processes."""
         rollout, mask = scored.responses.rollout, scored.responses.rollout.response_mask
         alone = {"sequences": rollout.responses, "attention_mask": mask}
-        return cls(replace(scored.experience, **alone), scored.tokens, replace(rollout, **alone), scored.by_source)
+        return cls(replace(rollout, **alone), scored.tokens, scored.experience.scores, scored.by_source)
 
     def gathered(self, accelerator: Any, samples: int, count: int) -> _Rows:
         """The first ``count`` rows of all processes, in the order that one process would have them in."""
@@ -94,16 +94,17 @@ class _Rows:
             return _interleaved(rows, accelerator, samples)[:count]
 
         return _Rows(
-            experience=_mapped(gather, self.experience),
-            tokens=_mapped(gather, self.tokens),
             rollout=_mapped(gather, self.rollout),
+            tokens=_mapped(gather, self.tokens),
+            scores=gather(self.scores),
             by_source={name: gather(values) for name, values in self.by_source.items()},
         )
 
     def metrics(self, kl_coef: float, config: PPOConfig, samples: int) -> dict[str, Any]:
         """What is logged; NaN where a source had nothing to say."""
-        found = rollout_metrics(self.experience, self.tokens, self.rollout, kl_coef, config)
-        scores = self.experience.scores.view(-1, samples)
+        experience = build_experience(self.rollout, self.tokens, self.scores, kl_coef, config)
+        found = rollout_metrics(experience, self.tokens, self.rollout, kl_coef, config)
+        scores = self.scores.view(-1, samples)
         powers = [2**power for power in range(samples.bit_length())] if samples > 1 else []
         best_of = {f"objective/best_of_{n}": best_of_n(scores, n) for n in powers}
         return {**found, **source_metrics(self.by_source), **best_of}

@@ -56,6 +56,38 @@ def token_logprobs(
     return logprobs, entropy
 
 
+@torch.no_grad()
+def vocabulary_kl(
+    hidden: Tensor,
+    ref_hidden: Tensor,
+    head: Head,
+    temperature: float = 1.0,
+    *,
+    vocab_size: int,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> Tensor:
+    """KL(p || q) over the vocabulary, p from ``hidden`` and q from ``ref_hidden``, in chunks.
+
+    Args:
+        hidden, ref_hidden: [N, H] float.
+        head: maps [n, H] to logits [n, V].
+        temperature: divides the logits.
+        vocab_size: V, which sizes the chunks.
+        chunk_elements: upper bound of the numbers in one chunk of both logits.
+
+    Returns:
+        [N] float32, in nats.
+    """
+    size = max(1, chunk_elements // (2 * vocab_size))
+    pieces = []
+    for rows in _slices(len(hidden), size):
+        log_p, log_q = (
+            torch.log_softmax(head(states[rows]).float() / temperature, dim=-1) for states in (hidden, ref_hidden)
+        )
+        pieces.append((log_p.exp() * (log_p - log_q)).sum(dim=-1))
+    return _joined(pieces, hidden)
+
+
 def _slices(total: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, total, size)]
 

@@ -140,7 +140,8 @@ def kl_loss(
 
     With r = log pi - log pi_ref and the ratio w = pi / pi_old: the mean of w * k1(r) or w * k3(r), differentiated
     through w as well (DeepSeek-V3.2, arXiv 2512.02556, section 3.1), or of w * k2(r) with w held constant. Without w,
-    the expected gradient of k1 would be 0 and that of k3 the gradient of KL(reference || policy).
+    the expected gradient of k1 would be 0 and that of k3 the gradient of KL(reference || policy). A token's effect on
+    the KL of later tokens is not in it: that belongs into its advantage.
 
     Args:
         logprobs: [B, T] float, in nats, under the policy being trained.
@@ -179,6 +180,22 @@ def policy_statistics(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> d
         "ratio": masked_mean(ratio, mask),
         "ratio_var": masked_var(ratio, mask),
     }
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
+    """1 - Var(returns - values) / Var(returns): 1 for a perfect value, 0 for a constant one, below 0 for a worse one.
+
+    Args:
+        values: [B, T] float.
+        returns: [B, T] float.
+        mask: [B, T] bool, True at real tokens.
+
+    Returns:
+        A scalar; NaN where the returns are all the same.
+    """
+    variance = masked_var(returns, mask)
+    return torch.where(variance > 0, 1.0 - masked_var(returns - values, mask) / variance, torch.nan)
 
 
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -64,15 +64,23 @@ def masked_whiten(
         epsilon: added to the variance.
         reduce: sums a tensor over all processes, so that the moments are those of all rows; None for one process.
     """
+    mean, scale = whitening(values, mask, epsilon, reduce)
+    whitened = (values - mean) * scale
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask, whitened, torch.zeros_like(values))
+
+
+def whitening(
+    values: Tensor, mask: Tensor, epsilon: float = 1e-8, reduce: Reduce | None = None
+) -> tuple[Tensor, Tensor]:
+    """What :func:`masked_whiten` subtracts and what it multiplies with: ``(mean, 1 / std)``, scalars."""
     reduce = reduce or (lambda total: total)
     zeros = torch.zeros_like(values)
     total, count = reduce(torch.stack([torch.where(mask, values, zeros).sum(), mask.sum().to(values.dtype)]))
     mean = total / count.clamp(min=1)
     squares = reduce(torch.where(mask, values - mean, zeros).square().sum())
-    whitened = (values - mean) * torch.rsqrt(squares / (count - 1).clamp(min=1) + epsilon)
-    if not shift_mean:
-        whitened = whitened + mean
-    return torch.where(mask, whitened, zeros)
+    return mean, torch.rsqrt(squares / (count - 1).clamp(min=1) + epsilon)
 
 
 def first_stop_mask(responses: Tensor, stop_token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,38 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1") ->
     return KL_ESTIMATORS[estimator](logprobs - ref_logprobs)
 
 
+def kl_rewards(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    kl_coef: float,
+    kl_estimator: str = "k1",
+    *,
+    normalize_by_length: bool = False,
+    later_only: bool = False,
+) -> Tensor:
+    """The KL penalty's part of each token's reward: -kl_coef * KL_t.
+
+    Args:
+        logprobs: [B, T] float, policy log-probabilities in nats.
+        ref_logprobs: [B, T] float, reference log-probabilities in nats.
+        mask: [B, T] bool, True at real response tokens.
+        kl_coef: weight of the penalty.
+        kl_estimator: see :func:`kl_penalty`.
+        normalize_by_length: divide by the number of the response's tokens, so that a row's sum is its mean KL a token.
+        later_only: give each token the penalty of the one after it, so that its return holds those of later tokens and
+            not its own. That is for a KL in the loss, which gives each token's own KL its exact gradient.
+
+    Returns:
+        [B, T] float; 0 at masked positions.
+    """
+    penalty = -kl_coef * kl_penalty(logprobs, ref_logprobs, kl_estimator)
+    penalty = torch.where(mask, penalty, torch.zeros_like(penalty))
+    if normalize_by_length:
+        penalty = penalty / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return torch.nn.functional.pad(penalty[:, 1:], (0, 1)) if later_only else penalty
+
+
 def token_rewards(
     scores: Tensor,
     logprobs: Tensor,
@@ -54,6 +86,9 @@ def token_rewards(
     mask: Tensor,
     kl_coef: float,
     kl_estimator: str = "k1",
+    *,
+    normalize_by_length: bool = False,
+    later_only: bool = False,
 ) -> Tensor:
     """Rewards of each token: -kl_coef * KL_t everywhere, and the score added at the last real token.
 
@@ -66,12 +101,13 @@ def token_rewards(
         mask: [B, T] bool, True at real response tokens.
         kl_coef: weight of the penalty.
         kl_estimator: see :func:`kl_penalty`.
+        normalize_by_length, later_only: see :func:`kl_rewards`.
 
     Returns:
         [B, T] float; 0 at masked positions.
     """
-    penalty = -kl_coef * kl_penalty(logprobs, ref_logprobs, kl_estimator)
-    rewards = torch.where(mask, penalty, torch.zeros_like(penalty))
+    options = {"normalize_by_length": normalize_by_length, "later_only": later_only}
+    rewards = kl_rewards(logprobs, ref_logprobs, mask, kl_coef, kl_estimator, **options)
     last = torch.arange(mask.shape[1], device=mask.device) == last_true_index(mask)[:, None]
     return rewards + torch.where(last & mask, scores[:, None].to(rewards.dtype), torch.zeros_like(rewards))
 

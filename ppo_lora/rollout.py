@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from .advantages import generalized_advantage_estimation
+from .advantages import generalized_advantage_estimation, truncated_importance_weights
 from .config import PPOConfig, SamplingOptions
-from .draws import InverseTransform, stream_seed
-from .masking import Reduce, first_stop_mask, masked_mean, masked_whiten
-from .rewards import kl_penalty, replace_missing_eos, subtract_missing_eos, token_rewards
+from .draws import InverseTransform, SampledLogprobs, stream_seed
+from .losses import explained_variance
+from .masking import Reduce, first_stop_mask, masked_mean, masked_whiten, whitening
+from .rewards import kl_rewards, replace_missing_eos, subtract_missing_eos, token_rewards
 from .roles import Role, RoleName
 from .shared_base import SharedBase
 from .types import Experience, Prompts, Rollout
@@ -23,12 +24,16 @@ from .types import Experience, Prompts, Rollout
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What the base says of each sampled token, all [B, T] float32 and 0 at padding."""
+    """What the base says of each sampled token, all [B, T] float32 and 0 at padding.
+
+    ``exact_kl`` is None unless ``log_exact_kl`` asks for it.
+    """
 
     logprobs: Tensor
     ref_logprobs: Tensor
     values: Tensor
     entropy: Tensor
+    exact_kl: Tensor | None = None
 
 
 @contextmanager
@@ -47,6 +52,7 @@ def sample(
     pad_token_id: int,
     role: RoleName = Role.POLICY,
     draws: Tensor | None = None,
+    keep_logprobs: bool = False,
 ) -> Rollout:
     """Sample one response to each prompt.
 
@@ -59,24 +65,33 @@ def sample(
         role: policy, reference, or a further policy.
         draws: [B, max_completion_length] uniform numbers to draw each row's tokens with, whatever rows are sampled
             beside it; None for torch's global random numbers.
+        keep_logprobs: note the log-probabilities that the tokens were sampled with; not with ``draws``.
 
     Returns:
         A rollout with T the longest response.
     """
-    responses = []
+    responses, logprobs = [], []
     for rows in torch.arange(len(prompts)).split(config.local_rollout_forward_batch_size):
         ids, mask = prompts.input_ids[rows], prompts.attention_mask[rows]
-        options = config.generation_options
+        options = dict(config.generation_options)
+        if draws is not None:
+            options = _drawn_with(draws[rows].to(base.device), options, ids.shape[1])
+        elif keep_logprobs:
+            sampled = SampledLogprobs(options["temperature"])
+            options["logits_processor"] = LogitsProcessorList([sampled])
         sequences = base.generate(
             input_ids=ids.to(base.device),
             attention_mask=mask.to(base.device),
             role=role,
             eos_token_id=list(stop_token_ids),
             pad_token_id=pad_token_id,
-            **(options if draws is None else _drawn_with(draws[rows].to(base.device), options, ids.shape[1])),
+            **options,
         )
         responses.append(sequences[:, ids.shape[1] :])
-    return assemble(prompts, _padded(responses, pad_token_id), stop_token_ids)
+        if keep_logprobs:
+            logprobs.append(sampled.of(sequences))
+    rollout = assemble(prompts, _padded(responses, pad_token_id), stop_token_ids)
+    return replace(rollout, sampling_logprobs=_padded(logprobs, 0.0)) if keep_logprobs else rollout
 
 
 def _drawn_with(draws: Tensor, options: Mapping[str, Any], prompt_length: int) -> dict[str, Any]:
@@ -104,9 +119,9 @@ def assemble(prompts: Prompts, responses: Tensor, stop_token_ids: Sequence[int])
     )
 
 
-def _padded(pieces: list[Tensor], pad_token_id: int) -> Tensor:
+def _padded(pieces: list[Tensor], value: float) -> Tensor:
     width = max(piece.shape[1] for piece in pieces)
-    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1]), value=pad_token_id) for p in pieces])
+    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1]), value=value) for p in pieces])
 
 
 @torch.no_grad()
@@ -121,7 +136,8 @@ def score_tokens(base: SharedBase, rollout: Rollout, config: PPOConfig) -> Token
         inputs = (ids, mask, rollout.response_length)
         logprobs, entropy = base.logprobs_and_entropy(Role.POLICY, *inputs, config.temperature)
         ref_logprobs = base.logprobs(Role.REFERENCE, *inputs, config.temperature)
-        pieces.append((logprobs, ref_logprobs, base.values(*inputs), entropy))
+        exact_kl = [base.exact_kl(*inputs, config.temperature)] if config.log_exact_kl else []
+        pieces.append((logprobs, ref_logprobs, base.values(*inputs), entropy, *exact_kl))
     return TokenScores(*(torch.cat(column) for column in zip(*pieces, strict=True)))
 
 
@@ -155,13 +171,27 @@ def build_experience(
     Raises:
         FloatingPointError: something is not finite; the message names it and the row.
     """
-    mask = rollout.response_mask
-    rewards = token_rewards(scores, tokens.logprobs, tokens.ref_logprobs, mask, kl_coef, config.kl_estimator)
+    mask, in_loss = rollout.response_mask, config.kl_in == "loss"
+    rewards = token_rewards(
+        scores,
+        tokens.logprobs,
+        tokens.ref_logprobs,
+        mask,
+        kl_coef,
+        config.kl_estimator,
+        normalize_by_length=config.normalize_kl_by_length,
+        later_only=in_loss,
+    )
+    scale = torch.ones((), device=mask.device)
     if config.whiten_rewards:
+        scale = scale * whitening(rewards, mask, reduce=reduce)[1]
         rewards = masked_whiten(rewards, mask, shift_mean=False, reduce=reduce)
     advantages, returns = generalized_advantage_estimation(rewards, tokens.values, mask, config.gamma, config.lam)
     if config.whiten_advantages:
+        scale = scale * whitening(advantages, mask, reduce=reduce)[1]
         advantages = masked_whiten(advantages, mask, reduce=reduce)
+    if config.importance_sampling_cap is not None and rollout.sampling_logprobs is not None:  # None in evaluations
+        advantages = advantages * importance_weights(rollout, tokens, config.importance_sampling_cap)
     experience = Experience(
         sequences=rollout.sequences,
         attention_mask=rollout.attention_mask,
@@ -173,9 +203,17 @@ def build_experience(
         advantages=advantages,
         returns=returns,
         scores=scores,
+        kl_weights=(kl_coef * scale if in_loss else torch.zeros_like(scale)).expand(len(scores)),
     )
     _check_finite(experience)
     return experience
+
+
+def importance_weights(rollout: Rollout, tokens: TokenScores, cap: float) -> Tensor:
+    """[B, T] float32; see :func:`~ppo_lora.advantages.truncated_importance_weights`. The policy loss is linear in the
+    advantages, so that their weights are the loss's."""
+    assert rollout.sampling_logprobs is not None
+    return truncated_importance_weights(tokens.logprobs, rollout.sampling_logprobs, rollout.response_mask, cap)
 
 
 def _check_finite(experience: Experience) -> None:
@@ -198,10 +236,17 @@ def rollout_metrics(
     """
     mask = rollout.response_mask
     kl = torch.where(mask, tokens.logprobs - tokens.ref_logprobs, 0.0)
-    penalty = torch.where(mask, -kl_coef * kl_penalty(tokens.logprobs, tokens.ref_logprobs, config.kl_estimator), 0.0)
+    penalty = kl_rewards(
+        tokens.logprobs,
+        tokens.ref_logprobs,
+        mask,
+        kl_coef,
+        config.kl_estimator,
+        normalize_by_length=config.normalize_kl_by_length,
+    )
     lengths = mask.sum(dim=1).float()
     non_score_reward = penalty.sum(dim=1).mean()
-    return {
+    metrics = {
         "objective/kl": kl.sum(dim=1).mean(),
         "objective/entropy": -tokens.logprobs.sum(dim=1).mean(),
         "objective/non_score_reward": non_score_reward,
@@ -211,9 +256,31 @@ def rollout_metrics(
         "policy/entropy_avg": masked_mean(tokens.entropy, mask),
         "val/num_eos_tokens": rollout.stopped.float().sum(),
         "val/values_mean": masked_mean(tokens.values, mask),
+        "val/explained_variance": explained_variance(tokens.values, experience.returns, mask),
         "completions/mean_length": lengths.mean(),
         "completions/max_length": lengths.max(),
         "completions/clipped_ratio": 1.0 - rollout.stopped.float().mean(),
+    }
+    if tokens.exact_kl is not None:
+        metrics["objective/exact_kl"] = tokens.exact_kl.sum(dim=1).mean()
+    if rollout.sampling_logprobs is not None:
+        metrics |= _sampling_metrics(rollout.sampling_logprobs, tokens.logprobs, mask, config)
+    return metrics
+
+
+def _sampling_metrics(
+    sampling_logprobs: Tensor, logprobs: Tensor, mask: Tensor, config: PPOConfig
+) -> dict[str, Tensor]:
+    """How far sampling and training are apart, under TRL's names."""
+    assert config.importance_sampling_cap is not None
+    difference = (logprobs - sampling_logprobs).abs()[mask]
+    ratio = truncated_importance_weights(logprobs, sampling_logprobs, mask, config.importance_sampling_cap)[mask]
+    return {
+        "sampling/sampling_logp_difference/mean": difference.mean(),
+        "sampling/sampling_logp_difference/max": difference.max(),
+        "sampling/importance_sampling_ratio/min": ratio.min(),
+        "sampling/importance_sampling_ratio/mean": ratio.mean(),
+        "sampling/importance_sampling_ratio/max": ratio.max(),
     }
 
 

@@ -14,12 +14,12 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .adapters import SHARED, Adapter, AdapterLike, read_roles
+from .adapters import SHARED, ZERO, Adapter, AdapterLike, read_roles
 from .heads import OutputHead, ScalarHead
 from .host import TrainableHost
 from .hub import check_safetensors, hub_errors
 from .identity import BaseIdentity
-from .logprobs import token_logprobs
+from .logprobs import token_logprobs, vocabulary_kl
 from .masking import last_true_index, position_ids
 from .preparation import (
     check_base,
@@ -44,7 +44,8 @@ class SharedBase(TrainableHost):
         reference: adapter of the reference; None takes the policy as it starts (no adapter if that is fresh, else a
             frozen copy).
         value: adapter of the value role, ``"separate"`` or None for one of its own (a copy of the reward adapter and
-            its head if there is one, else fresh with a zero head), or ``"shared"`` for the policy's.
+            its head if there is one, else fresh with a zero head), ``"zero"`` for a fresh one in any case, or
+            ``"shared"`` for the policy's.
         reward: ``SEQ_CLS`` adapter with its head; None if scores come from elsewhere.
         peft_config: for the fresh adapters; rank 16 on all linear layers if None.
         identity: which base this is, where more is known than the model's name.
@@ -246,6 +247,24 @@ class SharedBase(TrainableHost):
             )
         return _scattered(logprobs, mask), _scattered(entropy, mask)
 
+    @torch.no_grad()
+    def exact_kl(
+        self, input_ids: Tensor, attention_mask: Tensor, response_length: int, temperature: float = 1.0
+    ) -> Tensor:
+        """KL(policy || reference) of the next-token distributions before each response token, over the vocabulary.
+
+        Returns:
+            [B, T] float32, in nats; 0 at padding. Arguments as in :meth:`logprobs`.
+        """
+        inputs = (input_ids, attention_mask, response_length)
+        states, mask = self._response_states(Role.POLICY, *inputs)
+        ref_states, _ = self._response_states(Role.REFERENCE, *inputs)
+        with self._precision():
+            kl = vocabulary_kl(
+                states, ref_states, self._output_head, temperature, vocab_size=self._output_head.vocab_size
+            )
+        return _scattered(kl, mask)
+
     def values(self, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Tensor:
         """V(s_t), the value of the state before each response token.
 
@@ -362,10 +381,11 @@ class SharedBase(TrainableHost):
         elif isinstance(value, Adapter):
             self.adapters.add(Role.VALUE, value)
             head = value.scalar_head(self._hidden_size)
-        elif self.reward_head is not None:
+        elif self.reward_head is not None and value != ZERO:
             self.adapters.copy(Role.REWARD, Role.VALUE)
         else:
             self.adapters.add(Role.VALUE, config)
+            head = ScalarHead.zeros(self._hidden_size)
         self.value_head = head.to(self.device)
 
     def _settle(self) -> None:

@@ -27,13 +27,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, Train
 from .adapters import AdapterLike
 from .callbacks import IterationEndCallback, PhaseProgressCallback
 from .card import CardFacts, write_card
-from .checkpoint import load_roles, save_roles
+from .checkpoint import Stateful, load_roles, load_states, save_roles, save_states
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset
 from .display import completions_table, print_table
 from .eval_loop import evaluate_prompts, evaluation_metrics
 from .hub import hub_errors
+from .kl_control import kl_controller
 from .manifest import package_versions
 from .metrics import PhaseClock, RunningMeans
 from .pretraining import PretrainingMix
@@ -143,7 +144,8 @@ class PPOTrainer(Trainer):
         self._means = RunningMeans()
         self._clock = PhaseClock()
         self._scored: ScoredRollout | None = None
-        self.kl_coef = args.kl_coef
+        self.kl_controller = kl_controller(args.kl_coef, args.kl_target, args.kl_horizon)
+        self._states: dict[str, Stateful] = {"kl": self.kl_controller}
         super().__init__(
             model=self.base,
             args=args,
@@ -194,11 +196,19 @@ class PPOTrainer(Trainer):
         self._enter("sampling")
         rollout = self._collector.sample(prompts, _ROLLOUTS, iteration)
         self._enter("scoring")
-        self._scored = self._collector.score(prompts, rollout, self.kl_coef, self._sum_over_processes, self.state)
-        self._means.add(self._scored.metrics)
-        self._update.begin_iteration(iteration, self.kl_coef)
+        kl_coef = self.kl_controller.value
+        self._scored = self._collector.score(prompts, rollout, kl_coef, self._sum_over_processes, self.state)
+        self._means.add({**self._scored.metrics, "objective/kl_coef": kl_coef})
+        self._update.begin_iteration(iteration)
+        self._adapt_kl(self._scored.metrics["objective/kl"])
         self._enter("updating")
         return self._scored.experience
+
+    def _adapt_kl(self, kl: Tensor) -> None:
+        """Let the coefficient of the next iteration follow from the KL of this one, the mean over all processes."""
+        if self.args.kl_target is not None:
+            mean = self._sum_over_processes(kl) / self.accelerator.num_processes
+            self.kl_controller.update(mean.item(), self.args.batch_size)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Experience], num_batches: int, device: torch.device
@@ -280,7 +290,7 @@ class PPOTrainer(Trainer):
     def _evaluate_prompts(self, dataset: PromptDataset, prefix: str) -> dict[str, float]:
         started = time.perf_counter()
         scored, seen = evaluate_prompts(
-            self._collector, dataset, self.args, self.accelerator, self.kl_coef, self.state
+            self._collector, dataset, self.args, self.accelerator, self.kl_controller.value, self.state
         )
         if self.args.log_completions:
             self._print_completions(scored, f"Evaluation at step {self.state.global_step}")
@@ -303,7 +313,6 @@ class PPOTrainer(Trainer):
             self._close_iteration()
             logs = {**logs, **self._means.pop(self._sum_over_processes), **_memory()}
             logs["lr"] = logs["learning_rate"]
-            logs["objective/kl_coef"] = self.kl_coef
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
             if self.args.log_completions and self._scored is not None:
                 self._print_completions(self._scored, f"Step {self.state.global_step}")
@@ -339,8 +348,11 @@ class PPOTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The policy as plain PEFT at the top, the value role below it, the tokenizer and a manifest."""
         folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        with_value = self.args.save_value or folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+        resumable = folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+        with_value = self.args.save_value or resumable
         save_roles(folder, self.base, self._schedule(), self._reward_description(), with_value)
+        if resumable:
+            save_states(folder, self._states)
         self._tokenizer.save_pretrained(folder)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -352,6 +364,7 @@ class PPOTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Copy the saved adapters into the parameters in place; PEFT's own loading would freeze and unfreeze them."""
         load_roles(resume_from_checkpoint, self.base, self._schedule())
+        load_states(resume_from_checkpoint, self._states)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)

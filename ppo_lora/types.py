@@ -49,12 +49,15 @@ class Rollout:
         attention_mask: [B, P + T] bool, True at real tokens of both.
         response_mask: [B, T] bool, the response part of ``attention_mask``.
         stopped: [B] bool, True where the response ended with a stop token (False: cut at the length limit).
+        sampling_logprobs: [B, T] float32, log-probabilities (nats) with which the tokens were sampled; None where
+            nobody asked for them.
     """
 
     sequences: Tensor
     attention_mask: Tensor
     response_mask: Tensor
     stopped: Tensor
+    sampling_logprobs: Tensor | None = None
 
     @property
     def response_length(self) -> int:
@@ -87,6 +90,7 @@ class Experience:
         advantages: [B, T] float32.
         returns: [B, T] float32, what the values are fitted to.
         scores: [B] float32, the score of the whole response.
+        kl_weights: [B] float32, weight of the KL in the loss, in units of the advantages; 0 where it is in the reward.
     """
 
     sequences: Tensor
@@ -99,6 +103,7 @@ class Experience:
     advantages: Tensor
     returns: Tensor
     scores: Tensor
+    kl_weights: Tensor
 
     def __len__(self) -> int:
         return self.sequences.shape[0]

@@ -90,16 +90,14 @@ class PolicyValueUpdate:
         self._pretraining = pretraining
         self._seen: list[tuple[Experience, Tensor, Tensor]] = []
         self._moved: list[Tensor] = []
-        self.begin_iteration(0, config.kl_coef)
+        self.begin_iteration(0)
 
-    def begin_iteration(self, iteration: int, kl_coef: float) -> None:
+    def begin_iteration(self, iteration: int) -> None:
         """A new rollout batch was made.
 
         Args:
             iteration: 0-based; the first ``value_warmup_iterations`` train the value role alone.
-            kl_coef: weight of the KL, where it is in the loss.
         """
-        self._kl_coef = kl_coef
         self._stopped = False
         self._policy_waits = iteration < self.config.value_warmup_iterations
         self._seen, self._moved = [], []
@@ -137,7 +135,7 @@ class PolicyValueUpdate:
             FloatingPointError: a gradient is not finite; the weights are as before the step.
         """
         total = torch.zeros((), device=self.accelerator.device)
-        if self._stopped or self._should_skip():
+        if self._should_skip():
             self._drop_gradients(*Role)
         elif self._policy_waits:
             self._drop_gradients(Role.POLICY)
@@ -181,8 +179,9 @@ class PolicyValueUpdate:
         if config.entropy_coef:
             total = total + entropy_bonus(entropy, mask, config.entropy_coef, weights=weights)
         if config.kl_in == "loss":
-            kl = kl_loss(logprobs, rows.logprobs, rows.ref_logprobs, mask, config.kl_estimator, weights=weights)
-            total = total + self._kl_coef * kl
+            kl_weights = weights * rows.kl_weights[:, None]
+            kl = kl_loss(logprobs, rows.logprobs, rows.ref_logprobs, mask, config.kl_estimator, weights=kl_weights)
+            total = total + kl
             self._watch_losses({"loss/kl_avg": kl}, batch)
         self._backward(total)
         self._watch_losses({"loss/policy_avg": loss}, batch)
@@ -223,13 +222,15 @@ class PolicyValueUpdate:
 
     def _should_skip(self) -> bool:
         """Whether the step's ratio spikes, or the policy has moved far enough for this iteration."""
-        config = self.config
-        if not self._moved or (config.target_kl is None and config.ratio_threshold is None):
+        config, spike = self.config, False
+        if config.target_kl is None and config.ratio_threshold is None:
             return False
-        kl, ratio, tokens = self.accelerator.reduce(torch.stack(self._moved).sum(dim=0), reduction="sum").tolist()
-        spike = config.ratio_threshold is not None and ratio / tokens > config.ratio_threshold
-        self._stopped = config.target_kl is not None and kl / tokens > EARLY_STOP_FACTOR * config.target_kl
-        self.means.add({"policy/skipped_steps": float(spike), "policy/stopped_early": float(self._stopped)})
+        if self._moved:
+            moved = self.accelerator.reduce(torch.stack(self._moved).sum(dim=0), reduction="sum")
+            kl, ratio, tokens = moved.tolist()
+            spike = config.ratio_threshold is not None and ratio / tokens > config.ratio_threshold
+            self._stopped = config.target_kl is not None and kl / tokens > EARLY_STOP_FACTOR * config.target_kl
+        self.means.add({"policy/skipped_steps": float(spike), "policy/stopped_steps": float(self._stopped)})
         return spike or self._stopped
 
     def _drop_gradients(self, *roles: Role) -> None:

@@ -74,6 +74,7 @@ def check_config(config: Any) -> None:
     _check_sampling(config)
     _check_missing_eos(config)
     _check_data(config)
+    _check_contradictions(config)
     _check_unsupported(config)
 
 
@@ -135,6 +136,41 @@ def _check_unsupported(config: Any) -> None:
             raise ValueError(f"{name} is {given!r}; expected {off!r}: PPO does not use it ({why}).")
 
 
+_CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "kl_horizon",
+        lambda c: c.kl_target is None and c.kl_horizon != _default(c, "kl_horizon"),
+        "kl_coef follows nothing without a kl_target; set that too, or leave kl_horizon out",
+    ),
+    (
+        "kl_target",
+        lambda c: c.kl_target is not None and c.kl_coef == 0,
+        "kl_coef=0 stays 0, since it is adapted by factors; start above 0",
+    ),
+    (
+        "kl_in",
+        lambda c: c.kl_in == "loss" and c.kl_coef == 0,
+        "kl_coef=0 takes the KL out of the loss again; set kl_coef, or leave kl_in out",
+    ),
+    (
+        "normalize_kl_by_length",
+        lambda c: c.normalize_kl_by_length and c.kl_in == "loss",
+        "with kl_in='loss' tokens count as loss_aggregation says; for a mean a response set that to sequence_mean",
+    ),
+)
+"""Options that make no sense beside another: the option, when, and why."""
+
+
+def _default(config: Any, name: str) -> Any:
+    return type(config).__dataclass_fields__[name].default
+
+
+def _check_contradictions(config: Any) -> None:
+    for name, contradicted, why in _CONTRADICTIONS:
+        if contradicted(config):
+            raise ValueError(f"{name} is {getattr(config, name)!r}, but {why}.")
+
+
 def _check_missing_eos(config: Any) -> None:
     if config.missing_eos_penalty is not None and config.missing_eos_score is not None:
         raise ValueError(
@@ -165,10 +201,16 @@ def _check_data(config: Any) -> None:
 
 
 def check_steps(config: Any) -> None:
-    """Refuse a number of steps that ends inside an iteration."""
+    """Refuse a number of steps that ends inside an iteration, or before the policy is trained."""
     if config.max_steps > 0 and config.max_steps % config.steps_per_iteration:
         per = config.steps_per_iteration
         raise ValueError(
             f"max_steps={config.max_steps} is not a whole number of iterations: one takes num_ppo_epochs * "
             f"num_mini_batches = {per} steps. Use {-(-config.max_steps // per) * per}, or total_episodes."
+        )
+    warmup = config.value_warmup_iterations
+    if 0 < config.max_steps <= warmup * config.steps_per_iteration:
+        raise ValueError(
+            f"value_warmup_iterations is {warmup}, but the run has {config.max_steps // config.steps_per_iteration} "
+            "iterations: the policy would never be trained. Lower it, or raise total_episodes or max_steps."
         )

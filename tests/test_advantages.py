@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 import oracles
 from batches import RUBBISH, assert_close, lawful, ragged, ragged_batches, spoiled
 from ppo_lora import generalized_advantage_estimation as gae
+from ppo_lora.advantages import truncated_importance_weights
 
 REWARDS = torch.tensor([[1.0, 0.0, 2.0], [3.0, 7.0, 7.0]])
 VALUES = torch.tensor([[0.5, 1.0, 1.5], [2.0, 7.0, 7.0]])
@@ -109,3 +112,11 @@ def test_the_input_is_left_alone():
     rewards, values, mask = REWARDS.clone(), VALUES.clone(), MASK.clone()
     gae(rewards, values, mask, 0.9, 0.9)
     assert torch.equal(rewards, REWARDS) and torch.equal(values, VALUES) and torch.equal(mask, MASK)
+
+
+def test_importance_weights_by_hand():
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    logprobs = torch.tensor([[0.5, 3.0, 0.1], [0.4, math.nan, 9.0]]).log()
+    sampling = torch.tensor([[0.25, 1.0, 0.2], [0.4, 1.0, math.inf]]).log()
+    weights = truncated_importance_weights(logprobs, sampling, mask, cap=2.5)
+    assert_close(weights, [[2.0, 2.5, 0.5], [1.0, 1.0, 1.0]])

@@ -51,6 +51,11 @@ SETTINGS = {
     "reward_weights": [1.0, 0.25],
     "kl_coef": 0.125,
     "kl_estimator": "k3",
+    "kl_in": "loss",
+    "kl_target": 6.0,
+    "kl_horizon": 500,
+    "normalize_kl_by_length": True,
+    "log_exact_kl": True,
     "missing_eos_penalty": 1.5,
     "missing_eos_score": -2.5,
     "whiten_rewards": True,
@@ -60,6 +65,13 @@ SETTINGS = {
     "gamma": 0.99,
     "lam": 0.9,
     "cliprange": 0.3,
+    "cliprange_high": 0.35,
+    "dual_clip": 3.0,
+    "target_kl": 0.02,
+    "ratio_threshold": 10.0,
+    "loss_aggregation": "sequence_mean",
+    "importance_sampling_cap": 2.0,
+    "value_warmup_iterations": 2,
     "cliprange_value": 0.4,
     "vf_coef": 0.5,
     "entropy_coef": 0.01,
@@ -70,7 +82,8 @@ SETTINGS = {
     "log_completions": True,
     "num_completions_to_print": 9,
 }
-EXCLUSIVE = ("missing_eos_penalty", "missing_eos_score")
+EXCLUSIVE = (("missing_eos_penalty", "kl_in"), ("missing_eos_score", "normalize_kl_by_length"))
+"""Settings of which only one may be given: leaving out either of these groups makes the others possible."""
 
 
 @pytest.fixture
@@ -117,6 +130,7 @@ def test_every_own_field_is_read_somewhere(name):
     assert used or re.search(rf"\bself\.{name}\b(?! = )", own)
 
 
+ABOVE_ONE = "a number above 1, or None"
 ABOVE_ZERO, AT_LEAST_ZERO = "a number above 0", "a number of at least 0"
 AT_LEAST_ONE, UNIT, OPTIONAL = "an integer of at least 1", "a number from 0 to 1", "a number above 0, or None"
 REFUSED = {
@@ -145,6 +159,14 @@ REFUSED = {
     "total_episodes": (f"{AT_LEAST_ONE}, or None", 0, -1, 3.3),
     "value_learning_rate": (OPTIONAL, 0.0, -1e-5, math.nan, math.inf),
     "missing_eos_penalty": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
+    "kl_target": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
+    "kl_horizon": (AT_LEAST_ONE, 0, -3),
+    "target_kl": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
+    "cliprange_high": (OPTIONAL, 0.0, -0.2, math.nan, math.inf),
+    "dual_clip": (ABOVE_ONE, 1.0, 0.2, math.nan, math.inf),
+    "ratio_threshold": (ABOVE_ONE, 1.0, 0.2, math.nan, math.inf),
+    "importance_sampling_cap": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
+    "value_warmup_iterations": ("an integer of at least 0", -1, 1.5),
 }
 
 
@@ -163,6 +185,7 @@ def test_a_number_out_of_range_is_named(make, name, value, wanted):
         {name: edge}
         for name, edge in {
             **dict.fromkeys([name for name, (wanted, *_) in REFUSED.items() if wanted == AT_LEAST_ONE], 1),
+            **dict.fromkeys([name for name, (wanted, *_) in REFUSED.items() if wanted == ABOVE_ONE], 1.01),
             **dict.fromkeys([name for name, (wanted, *_) in REFUSED.items() if wanted == AT_LEAST_ZERO], 0),
             **dict.fromkeys([name for name, (wanted, *_) in REFUSED.items() if wanted == OPTIONAL], None),
             "gamma": 0.0,
@@ -175,7 +198,8 @@ def test_a_number_out_of_range_is_named(make, name, value, wanted):
     ids=str,
 )
 def test_the_edge_of_a_range_is_allowed(make, options):
-    config = make(**options)
+    needed = {"kl_target": 6.0} if "kl_horizon" in options else {}
+    config = make(**options, **needed)
     assert {name: getattr(config, name) for name in options} == options
 
 
@@ -195,6 +219,26 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
     [
         ({"kl_estimator": "k4"}, "kl_estimator is 'k4'; expected one of ['k1', 'k2', 'k3']."),
         ({"overlong_prompts": "cut"}, "overlong_prompts is 'cut'; expected one of ['truncate', 'drop']."),
+        ({"kl_in": "both"}, "kl_in is 'both'; expected one of ['reward', 'loss']."),
+        (
+            {"loss_aggregation": "mean"},
+            "loss_aggregation is 'mean'; expected one of ['token_mean', 'sequence_mean', 'sequence_sum_constant'].",
+        ),
+        ({"kl_horizon": 5}, "kl_horizon is 5, but kl_coef follows nothing without a kl_target; set that too"),
+        ({"kl_target": 6.0, "kl_coef": 0.0}, "kl_target is 6.0, but kl_coef=0 stays 0"),
+        ({"kl_in": "loss", "kl_coef": 0.0}, "kl_in is 'loss', but kl_coef=0 takes the KL out of the loss again"),
+        (
+            {"kl_in": "loss", "normalize_kl_by_length": True},
+            "normalize_kl_by_length is True, but with kl_in='loss' tokens count as loss_aggregation says",
+        ),
+        (
+            {"value_warmup_iterations": 3, "max_steps": 12, "num_ppo_epochs": 4},
+            "value_warmup_iterations is 3, but the run has 3 iterations: the policy would never be trained.",
+        ),
+        (
+            {"value_warmup_iterations": 5, "total_episodes": 40},
+            "value_warmup_iterations is 5, but the run has 5 iterations: the policy would never be trained.",
+        ),
         ({"fp16": True}, "fp16=True: PPO's ratios overflow in float16. Use bf16=True, or neither for float32."),
         ({"top_p": 0.9}, "top_p is 0.9; expected 1.0 (PPO's log-probabilities are those of the whole distribution"),
         ({"top_k": 50}, "top_k is 50; expected 0 (PPO's log-probabilities are those of the whole distribution"),
@@ -335,14 +379,14 @@ def test_the_settings_of_this_test_are_all_there_are():
 
 @pytest.mark.parametrize("left_out", EXCLUSIVE)
 def test_a_yaml_file_sets_every_own_field(parse, left_out):
-    settings = {name: value for name, value in SETTINGS.items() if name != left_out}
+    settings = {name: value for name, value in SETTINGS.items() if name not in left_out}
     config = parse(yaml.safe_dump(settings))
     assert {name: getattr(config, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize("left_out", EXCLUSIVE)
 def test_the_command_line_sets_every_own_field(parse, left_out):
-    settings = {name: value for name, value in SETTINGS.items() if name != left_out}
+    settings = {name: value for name, value in SETTINGS.items() if name not in left_out}
     arguments = []
     for name, value in settings.items():
         values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]

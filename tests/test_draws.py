@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from builders import EOS, PAD, tiny_model, tiny_tokenizer
 from ppo_lora import Prompts, SharedBase
-from ppo_lora.draws import InverseTransform, uniform_draws
+from ppo_lora.draws import InverseTransform, SampledLogprobs, uniform_draws
 from ppo_lora.evaluation import EvaluationConfig
 from ppo_lora.rollout import sample
 
@@ -74,3 +74,29 @@ def test_a_row_says_the_same_whatever_stands_beside_it():
         one = Prompts(ids[row : row + 1], prompts.attention_mask[row : row + 1])
         assert sample(base, one, config, [EOS], PAD, draws=draws[row : row + 1]).completion_ids() == [together[row]]
     assert len({tuple(row) for row in together}) == 3 and tiny_tokenizer().eos_token_id == EOS
+
+
+def test_log_probabilities_are_those_that_tokens_were_sampled_with():
+    recorder = SampledLogprobs(temperature=0.5)
+    logits = torch.tensor([[[1.0, 2.0], [0.0, 0.0]], [[3.0, 1.0], [2.0, 0.0]]])  # two steps of two rows
+    prompt, first, second = torch.tensor([[7], [7]]), torch.tensor([[1], [0]]), torch.tensor([[0], [1]])
+    assert torch.equal(recorder(prompt, logits[0]), logits[0])
+    recorder(torch.cat([prompt, first], dim=1), logits[1])
+    expected = [
+        [math.log(math.exp(4) / (math.exp(2) + math.exp(4))), math.log(math.exp(6) / (math.exp(6) + math.exp(2)))],
+        [math.log(0.5), math.log(1 / (math.exp(4) + 1))],
+    ]
+    torch.testing.assert_close(recorder.of(torch.cat([prompt, first, second], dim=1)), torch.tensor(expected))
+
+
+def test_sampling_notes_what_the_training_pass_finds():
+    base = SharedBase(tiny_model())
+    ids = torch.tensor([[PAD, 5, 6], [7, 8, 9], [PAD, PAD, 4], [5, 5, 5], [6, 7, 8]])
+    prompts = Prompts(ids, ids != PAD)
+    config = EvaluationConfig(max_completion_length=7, temperature=0.6, local_rollout_forward_batch_size=2)
+    torch.manual_seed(3)
+    rollout = sample(base, prompts, config, [EOS], PAD, keep_logprobs=True)
+    assert sample(base, prompts, config, [EOS], PAD).sampling_logprobs is None
+    found = base.logprobs("policy", rollout.sequences, rollout.attention_mask, rollout.response_length, 0.6)
+    mask = rollout.response_mask
+    torch.testing.assert_close(rollout.sampling_logprobs[mask], found[mask], rtol=1e-4, atol=1e-5)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from builders import nf4_config, randomize, tiny_model
 from enumeration import VOCABULARY, all_responses, objective, response_logprobs, responses_batch, reward_table
 from ppo_lora import PPOConfig, Role, Rollout, SharedBase, clipped_policy_loss
+from ppo_lora.losses import kl_loss
 from ppo_lora.rollout import build_experience, score_tokens
 
 KL_COEF = 0.3
@@ -27,7 +28,7 @@ def base(request, tmp_path):
     return shared
 
 
-def _config(tmp_path) -> PPOConfig:
+def _config(tmp_path, **options) -> PPOConfig:
     return PPOConfig(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -37,6 +38,7 @@ def _config(tmp_path) -> PPOConfig:
         lam=1.0,
         whiten_advantages=False,
         local_rollout_forward_batch_size=1000,
+        **options,
     )
 
 
@@ -55,7 +57,10 @@ def _gradient_of_loss(base: SharedBase, rewards: torch.Tensor, config: PPOConfig
             logprobs, experience.logprobs, experience.advantages, response_mask, strict=True
         )
     ]
-    return torch.autograd.grad((weights * torch.stack(losses)).sum(), base.trainable_parameters()[Role.POLICY])
+    kl_weights = (weights * experience.kl_weights)[:, None].expand_as(logprobs)
+    columns = (logprobs, experience.logprobs, experience.ref_logprobs, response_mask)
+    total = (weights * torch.stack(losses)).sum() + kl_loss(*columns, config.kl_estimator, weights=kl_weights)
+    return torch.autograd.grad(total, base.trainable_parameters()[Role.POLICY])
 
 
 def _gradient_of_objective(base: SharedBase, rewards: torch.Tensor) -> list[torch.Tensor]:
@@ -66,12 +71,16 @@ def _gradient_of_objective(base: SharedBase, rewards: torch.Tensor) -> list[torc
         return torch.autograd.grad(value, base.trainable_parameters()[Role.POLICY])
 
 
+OPTIONS = [{}, {"kl_in": "loss", "kl_estimator": "k1"}, {"kl_in": "loss", "kl_estimator": "k3"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_loss_has_the_gradient_of_the_objective(base, tmp_path, checkpointing):
+def test_the_loss_has_the_gradient_of_the_objective(base, tmp_path, checkpointing, options):
     if checkpointing:
         base.activation_checkpointing_enable()
     rewards = reward_table(1, seed=3)[0]
-    loss_gradient = torch.cat([g.flatten() for g in _gradient_of_loss(base, rewards, _config(tmp_path))])
+    loss_gradient = torch.cat([g.flatten() for g in _gradient_of_loss(base, rewards, _config(tmp_path, **options))])
     objective_gradient = torch.cat([g.flatten() for g in _gradient_of_objective(base, rewards)])
     assert objective_gradient.norm() > 1e-2
     assert (loss_gradient + objective_gradient).norm() <= 1e-4 * objective_gradient.norm()

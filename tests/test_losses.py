@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import oracles
 from batches import RUBBISH, assert_close, lawful, ragged, ragged_batches, spoiled
 from ppo_lora import clipped_policy_loss, clipped_value_loss, entropy_bonus
-from ppo_lora.losses import policy_statistics
+from ppo_lora.losses import aggregation_weights, explained_variance, kl_loss, policy_statistics
 
 LOSSES = (clipped_policy_loss, clipped_value_loss)
 MASK = torch.tensor([[True, True, True], [True, False, False]])
@@ -224,3 +224,115 @@ def test_policy_statistics_ignore_padding(rubbish):
     clean = policy_statistics(logprobs, old_logprobs, batch.mask)
     dirty = policy_statistics(spoiled(logprobs, batch.mask, rubbish), old_logprobs, batch.mask)
     assert clean == dirty
+
+
+# Two clip ranges, dual clip
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.25, 1.0, -1.25, -1.25),  # over the lower range, under the higher
+        (1.35, 1.0, -1.3, 0.0),
+        (0.75, -1.0, 0.8, 0.0),
+        (2.9, -1.0, 2.9, 2.9),
+        (3.1, -1.0, 3.0, 0.0),  # dual clip
+        (3.1, 1.0, -1.3, 0.0),  # which leaves good advantages alone
+    ],
+)
+def test_clips_by_hand(ratio, advantage, loss, slope):
+    one = torch.ones(1, 1, dtype=torch.bool)
+    leaf = torch.tensor([[ratio]]).log().requires_grad_()
+    found, fraction = clipped_policy_loss(
+        leaf, torch.zeros(1, 1), torch.tensor([[advantage]]), one, 0.2, cliprange_high=0.3, dual_clip=3.0
+    )
+    found.backward()
+    assert_close(found.detach(), loss)
+    assert_close(leaf.grad.squeeze(), slope)
+    assert_close(fraction, float(slope == 0.0))
+
+
+@given(ragged_batches(), epsilons)
+@lawful
+def test_the_same_clip_range_twice_is_the_plain_loss(batch, eps):
+    arguments = (*(batch.normal() for _ in range(3)), batch.mask, eps)
+    plain = clipped_policy_loss(*arguments)
+    assert all(map(torch.equal, clipped_policy_loss(*arguments, cliprange_high=eps, dual_clip=1e6), plain))
+
+
+# Aggregation
+
+COUNTS = (torch.tensor(4), torch.tensor(2))
+
+
+@pytest.mark.parametrize(
+    ("how", "rows"),
+    [
+        ("token_mean", [[1 / 4, 1 / 4, 1 / 4], [1 / 4, 0, 0]]),
+        ("sequence_mean", [[1 / 6, 1 / 6, 1 / 6], [1 / 2, 0, 0]]),
+        ("sequence_sum_constant", [[1 / 20, 1 / 20, 1 / 20], [1 / 20, 0, 0]]),
+    ],
+)
+def test_weights_by_hand(how, rows):
+    assert_close(aggregation_weights(MASK, how, *COUNTS, 10), torch.tensor(rows))
+
+
+def test_token_mean_is_the_default_of_the_losses():
+    batch = ragged(3)
+    weights = aggregation_weights(batch.mask, "token_mean", batch.mask.sum(), torch.tensor(5), 7)
+    columns = [batch.normal() for _ in range(3)]
+    for loss_function in LOSSES:
+        arguments = (*columns, batch.mask, 0.2)
+        assert_close(loss_function(*arguments, weights=weights)[0], loss_function(*arguments)[0])
+    assert_close(
+        entropy_bonus(columns[0], batch.mask, 0.1, weights=weights), entropy_bonus(columns[0], batch.mask, 0.1)
+    )
+
+
+def test_an_unknown_aggregation_is_refused():
+    with pytest.raises(ValueError, match="loss_aggregation is 'mean'; expected one of"):
+        aggregation_weights(MASK, "mean", *COUNTS, 10)
+
+
+# KL in the loss
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("moved", [False, True])
+def test_the_kl_loss_has_the_gradient_of_the_kl(estimator, moved):
+    """Every token of a vocabulary of five is sampled once, and weighed as often as the old policy samples it."""
+    torch.manual_seed(0)
+    logits, old, ref = torch.randn(3, 5, dtype=torch.float64)
+    logits = logits if moved else old.clone()
+    old, ref = old.log_softmax(0), ref.log_softmax(0)
+    leaf, again = (logits.clone().requires_grad_() for _ in range(2))
+    mask = torch.ones(5, 1, dtype=torch.bool)
+    columns = (leaf.log_softmax(0)[:, None], old[:, None], ref[:, None])
+    kl_loss(*columns, mask, estimator, weights=old.exp()[:, None]).backward()
+    policy = again.log_softmax(0)
+    (policy.exp() * (policy - ref)).sum().backward()
+    torch.testing.assert_close(leaf.grad, again.grad)
+    assert leaf.grad.norm() > 0.1
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+def test_kl_loss_ignores_padding(rubbish):
+    batch = ragged(1)
+    columns = [batch.normal() for _ in range(3)]
+    clean, dirty = (
+        kl_loss(*(spoiled(each, batch.mask, value) for each in columns), batch.mask, "k3") for value in (0.0, rubbish)
+    )
+    assert torch.equal(clean, dirty) and clean.isfinite()
+
+
+# Explained variance
+
+
+def test_explained_variance_by_hand():
+    returns = torch.tensor([[1.0, 2.0, 3.0], [6.0, 99.0, 99.0]])
+    values = torch.tensor([[2.0, 2.0, 3.0], [5.0, 0.0, 0.0]])
+    # returns: mean 3, squares 4 + 1 + 0 + 9; errors -1, 0, 0, 1: mean 0, squares 2.
+    assert_close(explained_variance(values, returns, MASK), 1 - 2 / 14)
+    assert_close(explained_variance(returns, returns, MASK), 1.0)
+    assert_close(explained_variance(torch.full((2, 3), 7.0), returns, MASK), 0.0)
+    assert explained_variance(values, torch.ones(2, 3), MASK).isnan()

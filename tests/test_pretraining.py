@@ -208,17 +208,16 @@ def test_it_draws_no_random_numbers_of_training(tmp_path):
     assert policy_gap(without, mixed) == 0.0
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"value_warmup_iterations": 1}, {"target_kl": 1e-12}],
-    ids=["warm-up", "stopped"],
-)
-def test_steps_that_the_policy_does_not_take_have_no_pretraining_gradient(tmp_path, options):
-    settings = {"num_ppo_epochs": 3, "num_mini_batches": 1, "max_steps": 3, "learning_rate": 1e-2, **options}
-    mixed, plain = run(tmp_path, ptx_coef=1.0, **settings), run(tmp_path, None, **settings)
-    assert taken(mixed) == ([] if "value_warmup_iterations" in options else [1])
-    if "value_warmup_iterations" in options:
-        assert policy_gap(mixed, plain) == 0.0
+def test_a_policy_that_waits_has_no_pretraining_gradient(tmp_path):
+    made = run(tmp_path, ptx_coef=1.0, value_warmup_iterations=1, max_steps=8)
+    assert taken(made) == [4]
+    assert ["loss/ptx_avg" in entry for entry in logged(made)] == [False, True]
+
+
+def test_a_stopped_iteration_has_no_further_pretraining_gradient(tmp_path):
+    settings = {"num_ppo_epochs": 3, "num_mini_batches": 1, "max_steps": 3, "learning_rate": 1e-2}
+    assert taken(run(tmp_path, ptx_coef=1.0, target_kl=1e-12, **settings)) == [1]
+    assert taken(run(tmp_path, ptx_coef=1.0, **settings)) == [3]
 
 
 def test_a_skipped_step_has_no_pretraining_gradient(tmp_path, monkeypatch):

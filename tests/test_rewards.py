@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import oracles
 from batches import RUBBISH, assert_close, lawful, ragged, ragged_batches, spoiled
 from ppo_lora import kl_penalty, token_rewards
-from ppo_lora.rewards import KL_ESTIMATORS, replace_missing_eos, subtract_missing_eos
+from ppo_lora.rewards import KL_ESTIMATORS, kl_rewards, replace_missing_eos, subtract_missing_eos
 
 ESTIMATORS = ("k1", "k2", "k3")
 LOGPROBS = torch.tensor([[-1.0, -2.0, -0.5], [-0.25, -3.0, -1.0]])
@@ -134,3 +134,22 @@ def test_missing_eos_takes_the_penalty_off_unfinished_rows():
 def test_missing_eos_score_replaces_that_of_unfinished_rows():
     stopped = torch.tensor([False, True])
     assert_close(replace_missing_eos(SCORES, stopped, -5.0), [-5.0, -1.0])
+
+
+@given(ragged_batches(), st.sampled_from(["k1", "k2", "k3"]))
+@lawful
+def test_a_normalised_penalty_sums_to_the_mean(batch, estimator):
+    columns = batch.normal(), batch.normal()
+    rewards = kl_rewards(*columns, batch.mask, 0.3, estimator, normalize_by_length=True)
+    for row, logprobs, ref_logprobs, mask in zip(rewards, *columns, batch.mask.tolist(), strict=True):
+        pairs = zip(logprobs.tolist(), ref_logprobs.tolist(), mask, strict=True)
+        real = [oracles.kl_penalty(new, ref, estimator) for new, ref, kept in pairs if kept]
+        assert_close(row.sum(), -0.3 * sum(real) / len(real), 1e-4)
+
+
+def test_later_penalties_only_by_hand():
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    logprobs, ref_logprobs = torch.tensor([[1.0, 2.0, 4.0], [8.0, 9.0, 9.0]]), torch.zeros(2, 3)
+    scores = torch.tensor([10.0, 20.0])
+    rewards = token_rewards(scores, logprobs, ref_logprobs, mask, 0.5, later_only=True)
+    assert_close(rewards, [[-1.0, -2.0, 10.0], [20.0, 0.0, 0.0]])

@@ -26,7 +26,9 @@ def _experience(prompt_lengths, response_lengths, prompt_width=None, response_wi
     sequences = torch.where(mask, torch.arange(1, mask.numel() + 1).reshape(mask.shape), 0)
     numbers = sequences[:, prompt_width:].float()
     by_token = {name: torch.where(responses, numbers + i / 10, 0.0) for i, name in enumerate(BY_TOKEN)}
-    return Experience(sequences, mask, responses, scores=torch.arange(rows).float(), **by_token)
+    return Experience(
+        sequences, mask, responses, scores=torch.arange(rows).float(), kl_weights=torch.arange(rows) / 2, **by_token
+    )
 
 
 def _row(experience: Experience, i: int) -> list:

@@ -53,18 +53,26 @@ def base(request, tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(("base", "step"), [("float32", 4), ("nf4", 12)], indirect=["base"])
-def test_a_killed_run_resumes_bit_for_bit(base, step, tmp_path):
+STATE = "--kl_target 0.01 --kl_horizon 40 --value_warmup_iterations 1".split()
+
+
+@pytest.mark.parametrize(
+    ("base", "step", "more"), [("float32", 4, []), ("nf4", 12, []), ("float32", 8, STATE)], indirect=["base"]
+)
+def test_a_killed_run_resumes_bit_for_bit(base, step, more, tmp_path):
     """Two iterations use every prompt: steps 4 and 12 are in the middle of a pass, the first and the second one."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run(base, whole)
-    run(base, broken, "--die_at", str(step + 2), code=-signal.SIGKILL)
+    run(base, whole, *more)
+    run(base, broken, *more, "--die_at", str(step + 2), code=-signal.SIGKILL)
     assert not (broken / "adapter_model.safetensors").exists()
-    run(base, broken, "--resume", str(broken / f"checkpoint-{step}"))
+    run(base, broken, *more, "--resume", str(broken / f"checkpoint-{step}"))
     expected, resumed = weights(whole), weights(broken)
     assert expected.keys() == resumed.keys()
     assert all(torch.equal(resumed[key], tensor) for key, tensor in expected.items())
     assert metrics(broken / "checkpoint-16") == metrics(whole / "checkpoint-16")
+    states = [(folder / "checkpoint-16" / "ppo_state.json").read_text() for folder in (whole, broken)]
+    assert states[0] == states[1]
+    assert json.loads(states[0]).keys() == ({"kl"} if more else set())
     for name in ("optimizer.pt", "scheduler.pt"):
         one, other = (torch.load(folder / "checkpoint-16" / name) for folder in (whole, broken))
         torch.testing.assert_close(one, other, rtol=0, atol=0)
