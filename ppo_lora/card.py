@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import resources
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def write_card(folder: str | Path, facts: CardFacts) -> None:
         roles={role: _start(role, origin) for role, origin in facts.roles.items()},
         reward_weights=facts.reward_weights,
         lora=facts.lora,
-        options={option: _shown(getattr(facts.config, option)) for option in _OPTIONS},
+        options=_options(facts.config),
         evaluations=evaluations,
         metrics=metrics,
         curve=CURVE_NAME if draw_curves(facts.history, folder / CURVE_NAME) else None,
@@ -117,6 +118,17 @@ def _start(role: str, origin: Origin | None) -> str:
     told = _published(name)
     content = f" (sha256 `{origin.sha256[:12]}`)"
     return (_linked(told, origin.revision) if told else "an adapter in a local folder") + content
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """The options that matter in any run, and every other of PPO's own whose number or word is not the default."""
+    own = {name: config.__dataclass_fields__[name].default for name in get_annotations(type(config))}
+    changed = [
+        name
+        for name, default in own.items()
+        if isinstance(getattr(config, name), (bool, int, float, str)) and getattr(config, name) != default
+    ]
+    return {name: _shown(getattr(config, name)) for name in dict.fromkeys((*_OPTIONS, *changed))}
 
 
 def _shown(value: Any) -> Any:

@@ -83,6 +83,14 @@ def test_the_card_says_what_the_policy_is(tmp_path, facts):
     assert "time/sampling" not in text
 
 
+def test_options_that_were_changed_are_in_it(tmp_path, facts):
+    """Beside those that are always there."""
+    facts.config.dual_clip, facts.config.loss_aggregation = 3.0, "sequence_mean"
+    text = _card(tmp_path, facts)
+    assert "| `dual_clip` | 3.0 |" in text and "| `loss_aggregation` | sequence_mean |" in text
+    assert "kl_horizon" not in text
+
+
 def test_no_secret_and_no_folder_of_the_machine_is_in_it(tmp_path, facts):
     local = replace(facts, base=BaseIdentity(str(tmp_path)), dataset=str(tmp_path), location="my-policy")
     text = _card(tmp_path, local)
