@@ -274,7 +274,8 @@ class PPOConfig(TrainingArguments):
         _take_new_names(self)
         self.model_init_kwargs = _parsed("model_init_kwargs", self.model_init_kwargs)
         self.generation_kwargs = _parsed("generation_kwargs", self.generation_kwargs)
-        if (self.load_best_model_at_end or self.save_strategy == "best") and self.metric_for_best_model is None:
+        follows = self.save_strategy == "best" or self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        if (self.load_best_model_at_end or follows) and self.metric_for_best_model is None:
             self.metric_for_best_model = "objective/scores"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = more_is_better(self.metric_for_best_model)

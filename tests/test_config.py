@@ -432,7 +432,8 @@ def test_more_is_better_but_of_a_kl_and_a_loss(make, metric, more):
 
 def test_the_best_model_is_the_one_with_the_best_score(make):
     best = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
-    for options in ({"load_best_model_at_end": True}, {"save_strategy": "best"}):
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau"}
+    for options in ({"load_best_model_at_end": True}, {"save_strategy": "best"}, plateau):
         config = make(**best, **options)
         assert (config.metric_for_best_model, config.greater_is_better) == ("objective/scores", True)
     assert make().greater_is_better is None

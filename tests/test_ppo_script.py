@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from builders import save_tiny_model
 
@@ -75,10 +79,15 @@ def test_it_streams_samples_several_mixes_texts_in_and_keeps_the_best(tmp_path):
     assert state["best_model_checkpoint"] == str(tmp_path / "run" / f"checkpoint-{state['best_global_step']}")
 
 
-def test_a_split_of_the_pretraining_data_that_is_not_there_is_named(tmp_path):
-    result = _run(tmp_path, "--ptx_dataset_name", str(tmp_path / "texts"), "--ptx_dataset_split", "none")
-    assert result.returncode != 0
-    assert "has the splits ['train'], not 'none'. Name one with --ptx_dataset_split." in result.stderr
+def test_a_split_that_is_not_there_is_named(monkeypatch):
+    spec = importlib.util.spec_from_file_location("ppo_script", ROOT / "scripts" / "ppo.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, script)
+    spec.loader.exec_module(script)
+    message = "The data set texts has the splits ['train'], not 'none'. Name one with --ptx_dataset_split."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        script.chosen_split({"train": 1}, "texts", "ptx_dataset_split", "none")
+    assert script.chosen_split({"train": 1}, "texts", "ptx_dataset_split", "train") == 1
 
 
 def test_an_unknown_option_in_the_yaml_is_an_error(tmp_path):

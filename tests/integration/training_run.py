@@ -1,7 +1,7 @@
 """A small PPO run as a program of its own, for tests that need fresh processes.
 
 training_run.py BASE OUTPUT_DIR [--resume CHECKPOINT] [--die_at STEP] [--experience FILE] [--stream]
-    [--evaluate_only] [--option value ...]
+    [--evaluate] [--option value ...]
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> None:
     own.add_argument("--die_at", type=int, default=-1)
     own.add_argument("--experience")
     own.add_argument("--stream", action="store_true")
-    own.add_argument("--evaluate_only", action="store_true")
+    own.add_argument("--evaluate", action="store_true")
     given, rest = own.parse_known_args()
     fixed = ["--output_dir", given.output_dir, "--use_cpu", "--report_to", "none", "--disable_tqdm", "true"]
     (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses([*fixed, *rest])
@@ -60,12 +60,11 @@ def main() -> None:
         callbacks=[DieAt(given.die_at)],
         ptx_dataset=Dataset.from_dict({"text": prompts(10)["prompt"]}) if args.ptx_coef else None,
     )
-    if given.evaluate_only:
+    if given.evaluate:
         metrics = trainer.evaluate()
         if trainer.is_world_process_zero():
             Path(given.output_dir).mkdir(parents=True, exist_ok=True)
             (Path(given.output_dir) / "evaluation.json").write_text(json.dumps(metrics))
-        return
     if given.experience:
         everything = Experience(**torch.load(given.experience))
         size = len(everything) // args.world_size
