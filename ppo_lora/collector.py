@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from .config import PPOConfig
 from .masking import Reduce
 from .rollout import (
+    TokenScores,
     build_experience,
     final_scores,
     rollout_metrics,
@@ -31,6 +32,8 @@ class ScoredRollout:
 
     responses: Responses
     experience: Experience
+    tokens: TokenScores
+    by_source: dict[str, Tensor]
     metrics: dict[str, Tensor]
 
 
@@ -60,14 +63,15 @@ class Collector:
         """One response to each prompt, drawn from the random numbers that ``stream`` and ``number`` name."""
         config = self._config
         with seeded(config.seed, stream, number, config.process_index):
-            return sample(
-                self._base,
-                prompts,
-                config,
-                self._stop_token_ids,
-                self._tokenizer.pad_token_id,
-                keep_logprobs=config.importance_sampling_cap is not None,
-            )
+            return self._sample(prompts, keep_logprobs=config.importance_sampling_cap is not None)
+
+    def sample_drawn(self, prompts: Prompts, draws: Tensor) -> Rollout:
+        """One response to each prompt, drawn with the given numbers; see :func:`~ppo_lora.rollout.sample`."""
+        return self._sample(prompts, draws=draws)
+
+    def _sample(self, prompts: Prompts, **options: Any) -> Rollout:
+        pad = self._tokenizer.pad_token_id
+        return sample(self._base, prompts, self._config, self._stop_token_ids, pad, **options)
 
     def score(
         self,
@@ -93,4 +97,4 @@ class Collector:
         scores = final_scores(raw_scores, rollout, config)
         experience = build_experience(rollout, tokens, scores, kl_coef, config, reduce)
         metrics = rollout_metrics(experience, tokens, rollout, kl_coef, config) | source_metrics(by_source)
-        return ScoredRollout(responses, experience, metrics)
+        return ScoredRollout(responses, experience, tokens, by_source, metrics)

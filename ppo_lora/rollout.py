@@ -190,7 +190,7 @@ def build_experience(
     if config.whiten_advantages:
         scale = scale * whitening(advantages, mask, reduce=reduce)[1]
         advantages = masked_whiten(advantages, mask, reduce=reduce)
-    if config.importance_sampling_cap is not None:
+    if config.importance_sampling_cap is not None and rollout.sampling_logprobs is not None:  # None in evaluations
         advantages = advantages * importance_weights(rollout, tokens, config.importance_sampling_cap)
     experience = Experience(
         sequences=rollout.sequences,

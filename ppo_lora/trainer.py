@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -31,18 +31,21 @@ from .card import CardFacts, write_card
 from .checkpoint import Stateful, check_checkpoint, load_roles, load_states, save_roles, save_states
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
-from .data import PromptDataset, iteration_rows
+from .data import PromptDataset
 from .display import completions_table, print_table
+from .eval_loop import evaluate_prompts, evaluation_metrics
 from .hub import hub_errors
 from .kl_control import kl_controller
 from .manifest import package_versions
 from .metrics import PhaseClock, RunningMeans
+from .pretraining import PretrainingMix
+from .prompts import evaluation_prompts, iteration_prompts, iterations_of_epoch, training_prompts
 from .reward_models import ModelReward, RewardSource, reward_functions
 from .roles import Role, label
 from .scorers import Scorer
 from .setup import (
+    check_best_metric,
     check_dtype,
-    check_enough_prompts,
     check_lengths,
     check_one_device,
     check_optimizer,
@@ -53,10 +56,12 @@ from .setup import (
 )
 from .shared_base import SharedBase
 from .stream import ExperienceStream
-from .types import Experience, Prompts
+from .types import Experience
 from .update import MicroBatch, PolicyValueUpdate, micro_batches_of_step
 
-_ROLLOUTS, _EVALUATIONS = 1, 3  # streams of random numbers; the shuffles' is 2
+EvalDataset: TypeAlias = Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
+
+_ROLLOUTS = 1  # a stream of random numbers; the shuffles' is 2
 
 
 class PPOTrainer(Trainer):
@@ -67,7 +72,7 @@ class PPOTrainer(Trainer):
         reward_funcs: one or several functions ``f(prompts, completions, completion_ids, **columns)``, or
             sequence-classification models with one output, by name or loaded.
         args: the configuration.
-        train_dataset: TRL's prompt-only format, text or messages.
+        train_dataset: TRL's prompt-only format, text or messages; streams too.
         eval_dataset: the same, or a dict of such, for :meth:`evaluate`.
         processing_class: the tokenizer; the model's own if None.
         reward_processing_classes: tokenizers of the reward models among ``reward_funcs``; their own if None.
@@ -75,6 +80,7 @@ class PPOTrainer(Trainer):
         peft_config: of fresh adapters.
         quantization_config: for a model given by name.
         policy_adapter, reference_adapter, value_adapter, reward_adapter: as in :class:`SharedBase`.
+        ptx_dataset: text, messages, or prompts with completions to mix in with ``ptx_coef``.
 
     Raises:
         ValueError, TypeError: what was given cannot be trained with. Nothing is written then.
@@ -90,8 +96,8 @@ class PPOTrainer(Trainer):
         model: str | Path | PreTrainedModel | SharedBase,
         reward_funcs: RewardSource | list[RewardSource] | None = None,
         args: PPOConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: EvalDataset = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -102,6 +108,7 @@ class PPOTrainer(Trainer):
         reference_adapter: AdapterLike | None = None,
         value_adapter: AdapterLike | None = None,
         reward_adapter: AdapterLike | None = None,
+        ptx_dataset: Dataset | None = None,
     ):
         model = str(model) if isinstance(model, Path) else model
         args = PPOConfig(output_dir=f"{model_name(model)}-PPO") if args is None else args
@@ -127,10 +134,12 @@ class PPOTrainer(Trainer):
         self._collector = Collector(
             self.base, self.scorer, tokenizer, stop_token_ids(tokenizer, self.base, args), args
         )
-        self._train_prompts = self._prompts(train_dataset, "train_dataset", args)
-        self._eval_prompts = self._all_eval_prompts(eval_dataset, args)
-        check_enough_prompts(self._train_prompts, args)
+        self._train_prompts = training_prompts(train_dataset, tokenizer, args)
+        self._eval_prompts = evaluation_prompts(eval_dataset, tokenizer, args)
+        self._pretraining = PretrainingMix.of(ptx_dataset, tokenizer, self.base, args)
         check_lengths([self._train_prompts, *self._eval_prompts.values()], self.base, args)
+        self.args = args
+        check_best_metric(self.evaluation_metric_names(), args)
 
         self._progress = PhaseProgressCallback()
         self._means = RunningMeans()
@@ -147,7 +156,7 @@ class PPOTrainer(Trainer):
             callbacks=[*(callbacks or []), IterationEndCallback(args.steps_per_iteration)],
             optimizers=optimizers,
         )
-        self._update = PolicyValueUpdate(self.base, args, self.accelerator, self._means)
+        self._update = PolicyValueUpdate(self.base, args, self.accelerator, self._means, self._pretraining)
         for function in functions:
             if isinstance(function, ModelReward):
                 function.to(self.accelerator.device)
@@ -158,7 +167,7 @@ class PPOTrainer(Trainer):
         """See ``Trainer.train``. What an earlier call left unlogged is forgotten."""
         self._means, self._clock = RunningMeans(), PhaseClock()
         self._scored = None
-        self._update = PolicyValueUpdate(self.base, self.args, self.accelerator, self._means)
+        self._update = PolicyValueUpdate(self.base, self.args, self.accelerator, self._means, self._pretraining)
         return super().train(*args, **kwargs)
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
@@ -175,7 +184,7 @@ class PPOTrainer(Trainer):
         stream = ExperienceStream(
             self.collect,
             lambda: self.state.global_step // self.args.steps_per_iteration,
-            -(-len(self._train_prompts) // self.args.batch_size),
+            iterations_of_epoch(self._train_prompts, self.args),
             self.args,
             self.args.seed + self.args.process_index,
         )
@@ -184,7 +193,7 @@ class PPOTrainer(Trainer):
     def collect(self, iteration: int) -> Experience:
         """Sample a response to each prompt of an iteration, score them, and estimate the advantages."""
         self._close_iteration()
-        prompts = self._iteration_prompts(iteration)
+        prompts = iteration_prompts(self._train_prompts, iteration, self.args)
         self._enter("sampling")
         rollout = self._collector.sample(prompts, _ROLLOUTS, iteration)
         self._enter("scoring")
@@ -223,7 +232,7 @@ class PPOTrainer(Trainer):
             self.optimizer.train()  # schedule-free optimizers have a mode
         loss = self._update.gradients(model, inputs)
         if self.accelerator.sync_gradients:
-            self._update.finish_step(self.state.global_step + 1)
+            loss = loss + self._update.finish_step(model, self.state.global_step)
         return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -250,7 +259,7 @@ class PPOTrainer(Trainer):
 
     def evaluate(
         self,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        eval_dataset: EvalDataset = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
@@ -262,7 +271,8 @@ class PPOTrainer(Trainer):
         Returns:
             ``{prefix}_objective/scores``, ``{prefix}_objective/kl`` (nats a response), ``{prefix}_completions/...``.
         """
-        prompts = self._eval_prompts if eval_dataset is None else self._all_eval_prompts(eval_dataset, self.args)
+        given = eval_dataset is not None
+        prompts = evaluation_prompts(eval_dataset, self._tokenizer, self.args) if given else self._eval_prompts
         if not prompts:
             raise ValueError("evaluate() needs prompts: give eval_dataset to the trainer or to this call.")
         self._close_iteration()
@@ -273,18 +283,28 @@ class PPOTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def evaluation_metric_names(self) -> list[str]:
+        """What :meth:`evaluate` reports of the trainer's own evaluation prompts, where every reward source scores."""
+        names = evaluation_metrics(self.scorer.names, self.args)
+        return [f"eval_{part}_{name}" if part else f"eval_{name}" for part in self._eval_prompts for name in names]
+
     def _evaluate_prompts(self, dataset: PromptDataset, prefix: str) -> dict[str, float]:
-        means, started = RunningMeans(), time.perf_counter()
-        rows = range(self.args.process_index, len(dataset), self.args.world_size)
-        # A process without rows takes one that counts nothing: all of them have to meet in the sums below.
-        prompts = dataset.batch(rows or [0])
-        rollout = self._collector.sample(prompts, _EVALUATIONS, 0)
-        scored = self._collector.score(prompts, rollout, self.kl_controller.value, trainer_state=self.state)
-        means.add(scored.metrics, weight=float(len(rows)))
+        started = time.perf_counter()
+        scored, seen = evaluate_prompts(
+            self._collector, dataset, self.args, self.accelerator, self.kl_controller.value, self.state
+        )
         if self.args.log_completions:
             self._print_completions(scored, f"Evaluation at step {self.state.global_step}")
-        seen = {f"{prefix}_{name}": value for name, value in means.pop(self._sum_over_processes).items()}
-        return seen | {f"{prefix}_runtime": time.perf_counter() - started}
+        return {f"{prefix}_{name}": value for name, value in seen.items()} | {
+            f"{prefix}_runtime": time.perf_counter() - started
+        }
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Trainer's; what is to be loaded at the end has to be saved, also where no checkpoint is due."""
+        is_best: bool = super()._determine_best_metric(metrics, trial)
+        if is_best and self.args.load_best_model_at_end:
+            self.control.should_save = True
+        return is_best
 
     # Logging
 
@@ -400,7 +420,9 @@ class PPOTrainer(Trainer):
 
     def _schedule(self) -> dict[str, int]:
         """What has to stay as it is for a run to be resumed."""
-        return {"steps_per_iteration": self.args.steps_per_iteration, "batch_size": self.args.batch_size}
+        args = self.args
+        several = {"num_generations": args.num_generations} if args.num_generations > 1 else {}
+        return {"steps_per_iteration": args.steps_per_iteration, "batch_size": args.batch_size, **several}
 
     def _reward_description(self) -> dict[str, Any]:
         """How scores become rewards, for the manifest."""
@@ -411,27 +433,6 @@ class PPOTrainer(Trainer):
             "missing_eos_penalty": args.missing_eos_penalty,
             "missing_eos_score": args.missing_eos_score,
         }
-
-    # Prompts
-
-    def _prompts(self, dataset: Dataset | None, name: str, args: PPOConfig) -> PromptDataset:
-        if dataset is None:
-            raise ValueError(f"{name} is None; expected a datasets.Dataset with a 'prompt' column.")
-        return PromptDataset(dataset, self._tokenizer, args.max_prompt_length, args.overlong_prompts, name)
-
-    def _all_eval_prompts(self, dataset: Any, args: PPOConfig) -> dict[str, PromptDataset]:
-        named = dataset if isinstance(dataset, dict) else {"": dataset}
-        return {
-            name: self._prompts(part, f"eval_dataset {name}".strip(), args)
-            for name, part in named.items()
-            if part is not None
-        }
-
-    def _iteration_prompts(self, iteration: int) -> Prompts:
-        args = self.args
-        rows = iteration_rows(iteration, args.batch_size, len(self._train_prompts), args.seed)
-        start = args.process_index * args.local_batch_size
-        return self._train_prompts.batch(rows[start : start + args.local_batch_size])
 
 
 def _memory() -> dict[str, float]:

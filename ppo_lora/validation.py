@@ -22,17 +22,22 @@ _POSITIVE_INTEGERS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "kl_horizon",
+    "num_generations",
+    "ptx_max_length",
 )
 _POSITIVE = ("temperature", "cliprange", "cliprange_value")
 _UNIT = ("gamma", "lam")
-_NOT_NEGATIVE = ("kl_coef", "vf_coef", "entropy_coef", "learning_rate", "num_completions_to_print")
+_NOT_NEGATIVE = (
+    *("kl_coef", "vf_coef", "entropy_coef", "ptx_coef"),
+    *("learning_rate", "num_completions_to_print"),
+)
 _OPTIONAL_POSITIVE = (
     *("value_learning_rate", "missing_eos_penalty", "kl_target", "target_kl", "cliprange_high"),
     "importance_sampling_cap",
 )
 _OVER_ONE = ("dual_clip", "ratio_threshold")
 _INTEGERS = ("value_warmup_iterations",)
-_OPTIONAL_POSITIVE_INTEGERS = ("max_prompt_length", "total_episodes")
+_OPTIONAL_POSITIVE_INTEGERS = ("max_prompt_length", "total_episodes", "num_generations_eval", "ptx_batch_size")
 
 
 _NUMBERS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
@@ -68,6 +73,7 @@ def check_config(config: Any) -> None:
     _check_numbers(config)
     _check_sampling(config)
     _check_missing_eos(config)
+    _check_data(config)
     _check_contradictions(config)
     _check_unsupported(config)
 
@@ -170,6 +176,27 @@ def _check_missing_eos(config: Any) -> None:
         raise ValueError(
             f"Both missing_eos_penalty={config.missing_eos_penalty} (subtract) and "
             f"missing_eos_score={config.missing_eos_score} (replace) are given; set one of them."
+        )
+
+
+def _check_data(config: Any) -> None:
+    if config.local_batch_size % config.num_generations:
+        raise ValueError(
+            f"num_generations is {config.num_generations}; expected a number that divides the "
+            f"{config.local_batch_size} rows per process and iteration (per_device_train_batch_size "
+            f"{config.per_device_train_batch_size} * "
+            f"gradient_accumulation_steps {config.gradient_accumulation_steps} * num_mini_batches "
+            f"{config.num_mini_batches}): all responses to a prompt are sampled in one process."
+        )
+    if config.ptx_batch_size is not None and not config.ptx_coef:
+        raise ValueError(
+            f"ptx_batch_size is {config.ptx_batch_size}, but ptx_coef is 0, so there is no pretraining mix. Set "
+            "ptx_coef, or leave ptx_batch_size out."
+        )
+    if config.save_strategy == "best" and config.eval_strategy == "no":
+        raise ValueError(
+            "save_strategy is 'best', but eval_strategy is 'no', so nothing would ever be saved. Set "
+            "eval_strategy='steps' and eval_steps."
         )
 
 

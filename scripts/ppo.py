@@ -5,9 +5,11 @@ accelerate launch scripts/ppo.py --config configs/quickstart/ppo.yaml [--option 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from ppo_lora import HubError, PPOConfig, PPOTrainer, hub_errors, load_function
@@ -37,22 +39,42 @@ class PPOScriptArguments(ScriptArguments):
     reward_funcs: list[str] | None = field(
         default=None, metadata={"help": "Reward functions by dotted name, such as my_module.my_reward."}
     )
+    ptx_dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Data set of the pretraining mix (--ptx_coef): text, or as `trl sft` takes it."},
+    )
+    ptx_dataset_config: str | None = field(default=None, metadata={"help": "Its configuration."})
+    ptx_dataset_split: str = field(default="train", metadata={"help": "Its split."})
 
 
-def load_splits(script_args: PPOScriptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:
+def load_splits(script_args: PPOScriptArguments, evaluates: bool) -> list[Dataset | IterableDataset]:
     """The prompts to train on and, where it is asked for, those to evaluate on."""
     name = script_args.dataset_name
     with hub_errors("data set", name):
-        dataset = load_dataset(name, name=script_args.dataset_config)
-    wanted = [script_args.dataset_train_split, *([script_args.dataset_test_split] if evaluates else [])]
-    for split in wanted:
-        if split not in dataset:
-            raise ValueError(
-                f"The data set {name} has the splits {sorted(dataset)}, not {split!r}. Name one with "
-                "--dataset_train_split or --dataset_test_split."
-            )
-    train, *test = (dataset[split] for split in wanted)
-    return train, test[0] if test else None
+        dataset = load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+    wanted = {"dataset_train_split": script_args.dataset_train_split}
+    if evaluates:
+        wanted["dataset_test_split"] = script_args.dataset_test_split
+    return [chosen_split(dataset, name, option, split) for option, split in wanted.items()]
+
+
+def load_pretraining(script_args: PPOScriptArguments) -> Dataset | None:
+    """The data set of the pretraining mix, if there is one."""
+    name = script_args.ptx_dataset_name
+    if name is None:
+        return None
+    with hub_errors("data set", name):
+        dataset = load_dataset(name, name=script_args.ptx_dataset_config)
+    return chosen_split(dataset, name, "ptx_dataset_split", script_args.ptx_dataset_split)
+
+
+def chosen_split(dataset: Mapping[str, Any], name: str, option: str, split: str) -> Any:
+    """One split of a data set."""
+    if split not in dataset:
+        raise ValueError(
+            f"The data set {name} has the splits {sorted(dataset)}, not {split!r}. Name one with --{option}."
+        )
+    return dataset[split]
 
 
 def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: ModelConfig) -> None:
@@ -64,19 +86,20 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    train_dataset, eval_dataset = load_splits(script_args, training_args.eval_strategy != "no")
+    train_dataset, *eval_dataset = load_splits(script_args, training_args.eval_strategy != "no")
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=[load_function(name) for name in script_args.reward_funcs or []],
         args=training_args,
         train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
+        eval_dataset=eval_dataset[0] if eval_dataset else None,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
         policy_adapter=script_args.policy_adapter,
         reference_adapter=script_args.reference_adapter,
         value_adapter=script_args.value_adapter,
         reward_adapter=script_args.reward_adapter,
+        ptx_dataset=load_pretraining(script_args),
     )
     resume = training_args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
