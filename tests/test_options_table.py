@@ -43,7 +43,6 @@ def test_every_choice_is_shown(options):
         if field.name in inspect.get_annotations(PPOConfig):
             (line,) = [line for line in page.splitlines() if line.startswith(f"| `{field.name}` |")]
             assert all(f"`{choice}`" in line for choice in field.metadata.get("choices") or [])
-            assert line.count(" | ") - line.count("\\| ") >= 3
 
 
 def test_check_tells_whether_the_page_is_stale(options, tmp_path, monkeypatch, capsys):
