@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import pickle
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +36,50 @@ HEAD_NAMES = ("score", "classifier")
 _PREFIX = "base_model.model."
 _FUNCTION = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Options that change what an adapter computes with the same tensors."""
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_pattern(text: Any) -> bool:
+    try:
+        return isinstance(text, str) and bool(re.compile(text))
+    except re.error:
+        return False
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or isinstance(value, str)
+
+
+def _is_patterns_of(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, dict) and all(_is_pattern(key) and holds(each) for key, each in value.items())
+    )
+
+
+def _is_modules(value: Any) -> bool:
+    several = isinstance(value, list | tuple | set) and all(isinstance(name, str) for name in value)
+    return value is None or _is_pattern(value) or several
+
+
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (_is_rank, "a positive integer"),
+    "lora_alpha": (_is_number, "a number"),
+    "lora_dropout": (_is_number, "a number"),
+    "rank_pattern": (_is_patterns_of(_is_rank), "a positive integer by pattern"),
+    "alpha_pattern": (_is_patterns_of(_is_number), "a number by pattern"),
+    "target_modules": (_is_modules, "names of modules, or a pattern"),
+    "exclude_modules": (_is_modules, "names of modules, or a pattern"),
+    "base_model_name_or_path": (_is_text, "a name"),
+    "revision": (_is_text, "a name"),
+}
+"""What has to hold for options that PEFT takes from a file as they are, and what was expected where it does not."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +140,9 @@ class Adapter:
                 f"The head of {self.source} has the tensors {sorted(self.head)}; expected one linear layer (weight "
                 "and perhaps bias), as transformers' sequence classifiers have. Heads of several layers are not known."
             )
-        weight = self.head["weight"]
+        weight, bias = self.head["weight"], self.head.get("bias")
+        if bias is not None and list(bias.shape) != [1]:
+            raise ValueError(f"The head of {self.source} has a bias of shape {list(bias.shape)}; expected [1].")
         if weight.shape[0] != 1:
             raise ValueError(
                 f"The head of {self.source} has {weight.shape[0]} outputs; expected 1. Train the reward model with "
@@ -105,7 +153,7 @@ class Adapter:
                 f"The head of {self.source} is for hidden size {weight.shape[1]}; the base's is {hidden_size}. "
                 "Load the base that the adapter was trained on."
             )
-        return ScalarHead(weight, self.head.get("bias"))
+        return ScalarHead(weight, bias)
 
 
 SHARED, SEPARATE, ZERO = "shared", "separate", "zero"
@@ -145,7 +193,9 @@ def _read(place: AdapterSource, allow_pickle: bool) -> Adapter:
     config = _read_config(config_path, place)
     manifest_path = pinned.find(MANIFEST_NAME)
     manifest = None if manifest_path is None else Manifest.read(manifest_path, str(place))
-    tensors, head = _without_head(plain_names(_read_tensors(pinned, place, allow_pickle)))
+    stored = _read_tensors(pinned, place, allow_pickle)
+    _check_tensors(stored, place)
+    tensors, head = _without_head(plain_names(stored))
     named = BaseIdentity(config.base_model_name_or_path, config.revision)
     return Adapter(
         config=role_config(config),
@@ -177,10 +227,13 @@ def _read_config(path: Path, place: AdapterSource) -> LoraConfig:
     try:
         kind = json.loads(path.read_text()).get("peft_type")
         config = PeftConfig.from_pretrained(str(path.parent))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"The {CONFIG_NAME} of {place} is broken ({type(error).__name__}: {error}).") from error
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{place} is a {kind} adapter; only LoRA adapters can share the base.")
+    for option, (holds, expected) in _EXPECTED.items():
+        if not holds(value := getattr(config, option)):
+            raise ValueError(f"The {CONFIG_NAME} of {place} is broken ({option} is {value!r}; expected {expected}).")
     return config
 
 
@@ -198,6 +251,24 @@ def _read_tensors(pinned: AdapterSource, place: AdapterSource, allow_pickle: boo
         return torch.load(path, map_location="cpu", weights_only=True) if pickled else load_file(path)
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, SafetensorError) as error:
         raise ValueError(f"{path.name} of {place} is broken ({error}). Save or download it again.") from error
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], place: AdapterSource) -> None:
+    """Refuse what would be read and then compute nothing of use, or only a part of what is in the file."""
+    seen: set[str] = set()
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"The adapter {place} has {tensor.dtype} numbers in {name}; expected floats.")
+        if not bool(tensor.float().isfinite().all()):
+            raise ValueError(
+                f"The adapter {place} has numbers that are not finite in {name}: its training diverged, or the dtype "
+                "it was saved in overflowed. Use an earlier checkpoint of it, or save it in float32."
+            )
+        (plain,) = plain_names({name: tensor})
+        plain = f"the head's {_head_part(plain)}" if _head_part(plain) else plain
+        if plain in seen:
+            raise ValueError(f"The adapter {place} has {plain} twice; expected one adapter in a file, with one head.")
+        seen.add(plain)
 
 
 def _without_head(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
@@ -232,6 +303,7 @@ def role_config(config: LoraConfig) -> LoraConfig:
     config = deepcopy(config)
     config.task_type = "CAUSAL_LM"
     config.inference_mode = False
+    config.auto_mapping = None  # names the class that it was trained on, which the base need not be
     config.modules_to_save = None
     return config
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from .adapters import Adapter, read_adapter, write_adapter
-from .manifest import Manifest, Origin
+from .adapters import CONFIG_NAME, SEPARATE, SHARED, WEIGHTS_NAME, Adapter, read_adapter, write_adapter
+from .identity import check_belongs
+from .manifest import MANIFEST_NAME, Manifest, Origin
 from .roles import Role, label
 from .shared_base import SharedBase
 
@@ -40,9 +41,11 @@ def save_roles(
         base: whose policy and value are saved.
         schedule: what has to stay as it is for the run to be resumed.
         reward: how scores were made.
-        value: whether the value role is saved too.
+        value: whether the value role is saved too. If not, one that an earlier save left there is deleted.
     """
     folders = {Role.POLICY: Path(folder), **({Role.VALUE: Path(folder) / VALUE_FOLDER} if value else {})}
+    if not value:
+        _delete_value(Path(folder) / VALUE_FOLDER)
     for role, place in folders.items():
         adapter = base.adapter(role)
         write_adapter(place, adapter)
@@ -56,19 +59,32 @@ def save_roles(
         ).write(place)
 
 
+def _delete_value(folder: Path) -> None:
+    """Of an earlier run, which would be taken for this policy's, and be pushed with it."""
+    if (folder / MANIFEST_NAME).is_file():
+        for name in (CONFIG_NAME, WEIGHTS_NAME, MANIFEST_NAME):
+            (folder / name).unlink(missing_ok=True)
+        if not any(folder.iterdir()):
+            folder.rmdir()
+
+
 def load_roles(folder: str | Path, base: SharedBase, schedule: Mapping[str, int]) -> None:
     """Copy the two trained roles into the base's parameters, in place.
 
+    Warns:
+        UserWarning: they were trained on another base, revision or quantization.
+
     Raises:
-        ValueError: the folder is no checkpoint, or of a run with iterations of another size, another reward adapter
-            or another reference.
+        ValueError: the folder is no checkpoint, or of a run with iterations of another size, another reward adapter,
+            another reference or another kind of value role.
     """
+    check_checkpoint(folder)
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"resume_from_checkpoint is {str(folder)!r}; expected a checkpoint folder of an earlier run.")
     adapters = {Role.POLICY: read_adapter(folder), Role.VALUE: read_adapter(folder / VALUE_FOLDER)}
     for adapter in adapters.values():
         _check_same_run(adapter, folder, base, schedule)
+    for trained_on in {adapter.trained_on for adapter in adapters.values()}:
+        check_belongs(trained_on, base.identity, f"checkpoint {folder}")
     for role, adapter in adapters.items():
         base.load_adapter(role, adapter)
 
@@ -101,6 +117,29 @@ def _filled(states: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
     return {name: state for name, each in states.items() if (state := each.state_dict())}
 
 
+def check_checkpoint(folder: str | Path, *files: str) -> None:
+    """Refuse what is no checkpoint's folder.
+
+    Args:
+        folder: to resume from.
+        files: that it has to hold besides both roles.
+
+    Raises:
+        ValueError: it is none; the message says what it lacks.
+    """
+    expected = f"resume_from_checkpoint is {str(folder)!r}"
+    if not str(folder) or not Path(folder).is_dir():
+        raise ValueError(f"{expected}; expected a checkpoint folder of an earlier run.")
+    has_value = (Path(folder) / VALUE_FOLDER).is_dir()
+    missing = [] if has_value else [f"folder {VALUE_FOLDER}/"]
+    missing += [name for name in files if not (Path(folder) / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{expected}, which has no {missing[0]}; expected a folder checkpoint-N that a run saved (save_strategy). "
+            "To start a new run from an adapter, give it as policy_adapter."
+        )
+
+
 def _check_same_run(adapter: Adapter, folder: Path, base: SharedBase, schedule: Mapping[str, int]) -> None:
     saved = adapter.manifest
     if saved is None:
@@ -118,6 +157,18 @@ def _check_same_run(adapter: Adapter, folder: Path, base: SharedBase, schedule: 
                 f"The checkpoint {folder} was made with the {role.value} adapter {_name(then)}, this run has "
                 f"{_name(now)}, whose contents differ; a run resumes with the roles it began with."
             )
+
+    value, own = _kind(saved.roles.get("value")), SHARED if base.shares_value_adapter else SEPARATE
+    if value != own:
+        raise ValueError(
+            f"The checkpoint {folder} was made with value_adapter={value}, this run has {own}; a run resumes with the "
+            "roles it began with."
+        )
+
+
+def _kind(value: Origin | None) -> str:
+    """Whether a value role was on the policy's adapter, which has no contents of its own, or on another."""
+    return SHARED if value is not None and value.sha256 is None else SEPARATE
 
 
 def _contents(origin: Origin | None) -> str | None:

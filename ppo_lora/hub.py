@@ -46,10 +46,19 @@ class AdapterSource:
 
     @classmethod
     def parse(cls, source: str | Path | AdapterSource) -> AdapterSource:
-        """Take a folder, or ``id[@revision][:subfolder]``; ``folder:subfolder`` too."""
+        """Take a folder, or ``id[@revision][:subfolder]``; ``folder:subfolder`` too.
+
+        Raises:
+            ValueError: there is nothing before the revision and the subfolder.
+        """
         if isinstance(source, AdapterSource):
             return source
         text = os.path.expanduser(str(source))
+        if not text.strip() or text[0] in "@:":  # not the working directory, which Path takes them for
+            raise ValueError(
+                f"An adapter is named {text!r}; expected a folder or a Hub id, as id[@revision][:subfolder]. Leave "
+                "the option out for none."
+            )
         if Path(text).is_dir():
             return cls(text)
         location, _, subfolder = text.partition(":")

@@ -56,14 +56,25 @@ class BaseIdentity:
         """What can be told of a base by its name, from its configuration alone; nothing more if that cannot be had."""
         try:
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        except (OSError, ValueError):
+            return cls._described(config, name, revision, None)
+        except Exception:  # whatever an adapter's file names, in whatever way it is broken: it is only compared with
             return cls(name, revision)
-        return cls._described(config, name, revision, None)
 
     @classmethod
     def of_manifest(cls, entry: Mapping[str, Any]) -> BaseIdentity:
-        """Read back what :meth:`entry` wrote; what is missing stays unknown."""
-        return cls(**{field.name: entry.get(field.name) for field in fields(cls)})
+        """Read back what :meth:`entry` wrote; what is missing stays unknown.
+
+        Raises:
+            TypeError: a name is no text, or a size no integer.
+        """
+        read = {field.name: entry.get(field.name) for field in fields(cls)}
+        sizes = [size for size, _ in _SIZES]
+        for name, value in read.items():
+            # A bool is an int in Python, and no path has a zero byte.
+            fine = type(value) is int if name in sizes else isinstance(value, str) and "\0" not in value
+            if value is not None and not fine:
+                raise TypeError(f"base.{name} is {value!r}; expected {'an integer' if name in sizes else 'a text'}")
+        return cls(**read)
 
     def entry(self) -> dict[str, Any]:
         """For the manifest."""

@@ -35,6 +35,18 @@ class Origin:
     revision: str | None = None
     sha256: str | None = None
 
+    @classmethod
+    def of_manifest(cls, entry: Mapping[str, Any]) -> Origin:
+        """Read one back.
+
+        Raises:
+            TypeError: an entry is no text.
+        """
+        for name, value in entry.items():
+            if not isinstance(value, str) and (value is not None or name == "source"):
+                raise TypeError(f"roles.{name} is {value!r}; expected a text")
+        return cls(**entry)
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -86,7 +98,7 @@ class Manifest:
         broken = f"The manifest {MANIFEST_NAME} of {place} is broken ({{}}). Save or download the folder again."
         try:
             entries = json.loads(path.read_text())
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             raise ValueError(broken.format(error)) from error
         try:
             if entries["format"] != FORMAT:
@@ -101,11 +113,19 @@ class Manifest:
     @classmethod
     def _of_entries(cls, entries: Mapping[str, Any]) -> Manifest:
         return cls(
-            role=entries["role"],
-            sha256=entries["sha256"],
+            role=_typed(entries, "role", str),
+            sha256=_typed(entries, "sha256", str),
             base=BaseIdentity.of_manifest(entries["base"]),
-            roles={role: None if origin is None else Origin(**origin) for role, origin in entries["roles"].items()},
-            reward=dict(entries["reward"]),
-            schedule=dict(entries["schedule"]),
-            versions=dict(entries["versions"]),
+            roles={
+                role: None if origin is None else Origin.of_manifest(origin)
+                for role, origin in _typed(entries, "roles", dict).items()
+            },
+            **{name: _typed(entries, name, dict) for name in ("reward", "schedule", "versions")},
         )
+
+
+def _typed(entries: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = entries[name]
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is {value!r}; expected a {kind.__name__}")
+    return value

@@ -87,7 +87,7 @@ class RoleAdapters:
         """Give ``role`` an adapter of its own: a copy of one, or a fresh one of a configuration.
 
         Warns:
-            UserWarning: it was trained on another base, revision or quantization.
+            UserWarning: it was trained on another base, revision or quantization, or has a head and the role none.
 
         Raises:
             ValueError: it does not fit the base.
@@ -96,6 +96,13 @@ class RoleAdapters:
         if isinstance(start, Adapter):
             what = _named(role, start)
             check_lora_config(config, what)
+            if start.head is not None and role not in (Role.VALUE, Role.REWARD):
+                warnings.warn(
+                    f"The {what} has a head, as reward and value adapters have; it is left out. If this is one, give "
+                    f"the {label(role)} role an SFT or policy adapter (CAUSAL_LM) instead.",
+                    UserWarning,
+                    stacklevel=2,
+                )
             check_belongs(start.trained_on, self._identity, what)
             config.init_lora_weights = True  # the tensors take its place
         config.base_model_name_or_path = self._model.config.name_or_path or config.base_model_name_or_path

@@ -22,12 +22,13 @@ from transformers import (
     TrainerControl,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
 
 from .adapters import AdapterLike
 from .callbacks import IterationEndCallback, PhaseProgressCallback
 from .card import CardFacts, write_card
-from .checkpoint import Stateful, load_roles, load_states, save_roles, save_states
+from .checkpoint import Stateful, check_checkpoint, load_roles, load_states, save_roles, save_states
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset, iteration_rows
@@ -387,6 +388,7 @@ class PPOTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Copy the saved adapters into the parameters in place; PEFT's own loading would freeze and unfreeze them."""
+        check_checkpoint(resume_from_checkpoint, TRAINER_STATE_NAME)
         load_roles(resume_from_checkpoint, self.base, self._schedule())
         load_states(resume_from_checkpoint, self._states)
 

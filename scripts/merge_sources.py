@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ def user_errors(advice: str) -> Iterator[None]:
 
 def loading(source: AdapterSource, trust_remote_code: bool) -> dict[str, Any]:
     """Options with which transformers' Auto classes load from there."""
-    return {"revision": source.revision or "main", "trust_remote_code": trust_remote_code}
+    inside = {"subfolder": source.subfolder} if source.subfolder else {}
+    return {"revision": source.revision or "main", "trust_remote_code": trust_remote_code, **inside}
 
 
 def find_policy(adapter: str) -> Policy:
@@ -52,6 +53,8 @@ def find_policy(adapter: str) -> Policy:
     source = AdapterSource.parse(adapter)
     with user_errors("Give --adapter a folder or a Hub id that PEFT, `trl sft` or scripts/ppo.py wrote."):
         read = read_adapter(source)
+        # The repository may have changed since: what is merged is what was just checked.
+        source = replace(source, revision=read.revision or source.revision)
         config_path = source.find("adapter_config.json")
         assert config_path is not None  # it was just read
         folder = config_path.parent

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 import torch
 from peft import IA3Config, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from bases import (
     assert_same_adapter,
@@ -64,8 +66,11 @@ def test_a_head_of_another_hidden_size_is_refused(role):
 
 
 @pytest.mark.parametrize("name", ["policy", "reference"])
-def test_a_head_on_a_text_role_is_left_alone(name):
-    base = make_base(**{name: reward_adapter()})
+def test_a_head_on_a_text_role_is_left_out_with_a_warning(name):
+    text = f"The {name} adapter {reward_adapter()} has a head, as reward and value adapters have; it is left out.*SFT"
+    with pytest.warns(UserWarning, match=text) as seen:
+        base = make_base(**{name: reward_adapter()})
+    assert len(seen) == 1
     assert base.adapter(name).head is None
     assert_same_adapter(base.adapter(name), Adapter(lora_config(), read_adapter(reward_adapter()).tensors))
 
@@ -96,6 +101,112 @@ def test_an_adapter_of_another_base_is_refused(role, base, text):
 def test_words_for_the_value_adapter_are_refused_for_other_roles(role, word):
     with pytest.raises(ValueError, match=word):
         make_base(**{role: word})
+
+
+@pytest.mark.parametrize("source", ["", "@v1", ":value", "@v1:value"])
+def test_an_empty_name_is_not_the_working_directory(source, tmp_path, monkeypatch):
+    shutil.copytree(policy_adapter(), tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"An adapter is named {source!r}; expected a folder or a Hub id"):
+        read_adapter(source)
+
+
+# Tensors that cannot be
+
+
+def _changed(folder, source: str, change) -> str:
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    file = folder / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    return str(folder)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["layers.1.self_attn.q_proj.lora_B.weight", "score.weight"])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, part, number):
+    folder = _changed(
+        tmp_path, reward_adapter(), lambda old: {k: v * number if part in k else v for k, v in old.items()}
+    )
+    with pytest.raises(
+        ValueError, match=f"The adapter {folder} has numbers that are not finite in .*{part}.*diverged"
+    ):
+        read_adapter(folder)
+
+
+def test_tensors_that_are_not_floats_are_refused(tmp_path):
+    folder = _changed(tmp_path, policy_adapter(), lambda old: {name: tensor.long() for name, tensor in old.items()})
+    with pytest.raises(ValueError, match=f"The adapter {folder} has torch.int64 numbers in .*lora_A.*expected floats"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
+def test_floats_of_any_size_are_read(tmp_path, dtype):
+    folder = _changed(tmp_path, reward_adapter(), lambda old: {name: tensor.to(dtype) for name, tensor in old.items()})
+    assert {tensor.dtype for tensor in read_adapter(folder).tensors.values()} == {dtype}
+
+
+SECOND = {
+    "adapter": lambda old: {f"{name[:-7]}.{a}.weight": tensor.clone() for a in "ab" for name, tensor in old.items()},
+    "head": lambda old: {**old, "base_model.model.classifier.weight": old["base_model.model.score.weight"] + 1},
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+def test_two_of_a_kind_in_one_file_are_refused(tmp_path, second):
+    folder = _changed(tmp_path, reward_adapter(), SECOND[second])
+    with pytest.raises(ValueError, match=f"The adapter {folder} has .* twice.*expected one adapter in a file"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(2), torch.zeros(())])
+def test_a_bias_of_another_shape_is_refused(tmp_path, bias):
+    name = "base_model.model.score.bias"
+    folder = _changed(tmp_path, reward_adapter(), lambda old: {**old, name: bias})
+    with pytest.raises(ValueError, match=rf"The head of {folder} has a bias of shape .*expected \[1\]"):
+        make_base(reward=folder)
+
+
+# Configurations that cannot be
+
+BROKEN_OPTIONS = {
+    "r": ["4", None, [4], 4.0, 0, True],
+    "lora_alpha": [None, "8", float("nan"), float("inf"), [1]],
+    "rank_pattern": [[1], None, {"q_proj": "x"}, {"((": 2}],
+    "alpha_pattern": ["abc", {"q_proj": None}],
+    "target_modules": [5, "(("],
+    "exclude_modules": [7],
+    "lora_dropout": ["x"],
+    "base_model_name_or_path": [5, ["x"]],
+    "revision": [5, {"a": 1}],
+}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [(option, value) for option, values in BROKEN_OPTIONS.items() for value in values]
+)
+def test_options_of_another_type_are_named(tmp_path, option, value):
+    shutil.copytree(policy_adapter(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), option: value}))
+    with pytest.raises(ValueError, match=rf"The adapter_config.json of {tmp_path} is broken \(.*{option}") as error:
+        read_adapter(tmp_path)
+    assert repr(value) in str(error.value)
+
+
+def test_the_class_that_an_adapter_names_is_not_handed_on(tmp_path):
+    """PEFT's AutoPeftModel would import it from the library that the file names."""
+    shutil.copytree(policy_adapter(), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "adapter_config.json"
+    named = {"base_model_class": "LlamaModel", "parent_library": "some.library"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_mapping": named, "task_type": None}))
+    assert make_base(policy=tmp_path).adapter("policy").config.auto_mapping is None
+
+
+def test_a_bottomless_configuration_is_named(tmp_path):
+    shutil.copytree(policy_adapter(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=f"The adapter_config.json of {tmp_path} is broken .RecursionError"):
+        read_adapter(tmp_path)
 
 
 # Loading in place

@@ -52,6 +52,14 @@ def test_iterations_of_another_size_are_refused_before_anything_is_read(tmp_path
     assert all(torch.equal(p, before[name]) for name, p in again.named_parameters())
 
 
+def test_an_adapter_is_no_checkpoint(tmp_path, base):
+    save_roles(tmp_path, base, SCHEDULE, value=False)
+    with pytest.raises(ValueError, match=rf"resume_from_checkpoint is '{tmp_path}', which has no folder value/.*save"):
+        load_roles(tmp_path, base, SCHEDULE)
+
+
 def test_a_folder_that_is_none_is_refused(tmp_path, base):
+    with pytest.raises(ValueError, match="resume_from_checkpoint is ''; expected a checkpoint folder"):
+        load_roles("", base, SCHEDULE)
     with pytest.raises(ValueError, match="expected a checkpoint folder"):
         load_roles(tmp_path / "nothing", base, SCHEDULE)

@@ -74,6 +74,16 @@ def test_the_value_can_be_left_out(tmp_path):
 # The content hash
 
 
+def test_a_value_role_that_is_left_out_is_not_left_over(saved):
+    (saved / "value" / "notes.txt").touch()
+    save_roles(saved, make_base(), SCHEDULE, value=False)
+    assert [path.name for path in (saved / "value").iterdir()] == ["notes.txt"]
+    save_roles(saved, make_base(), SCHEDULE)
+    (saved / "value" / "notes.txt").unlink()
+    save_roles(saved, make_base(), SCHEDULE, value=False)
+    assert not (saved / "value").exists()
+
+
 def test_the_hash_is_of_contents_and_not_of_files(tmp_path):
     adapter = read_adapter(reward_adapter())
     turned = dict(reversed(adapter.tensors.items()))
@@ -123,6 +133,44 @@ def test_a_changed_adapter_is_refused(saved):
 )
 def test_a_broken_manifest_is_named(saved, text):
     (saved / "ppo_lora.json").write_text(text)
+    with pytest.raises(ValueError, match=f"The manifest ppo_lora.json of {saved} is broken"):
+        read_adapter(saved)
+
+
+HOSTILE = {
+    "versions": "abc",
+    "schedule": ["abc"],
+    "reward": "abc",
+    "roles": {"policy": {"source": 5}},
+    "role": 5,
+    "sha256": None,
+}
+HOSTILE_BASE = {
+    "name": 5,
+    "commit": 5,
+    "revision": {"a": 1},
+    "quantization": {},
+    "vocab_size": "50",
+    "hidden_size": [64],
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{name: value} for name, value in HOSTILE.items()]
+    + [{"base": {name: value}} for name, value in (HOSTILE_BASE | {"name": "a\0b"}).items()]
+    + [{"base": {"vocab_size": value}} for value in (float("nan"), True, 50.0)],
+    ids=str,
+)
+def test_entries_of_another_type_are_broken(saved, changes):
+    base = {"base": {**_entries(saved)["base"], **changes["base"]}} if "base" in changes else {}
+    _write(saved, **{**changes, **base})
+    with pytest.raises(ValueError, match=f"The manifest ppo_lora.json of {saved} is broken"):
+        read_adapter(saved)
+
+
+def test_a_bottomless_manifest_is_broken(saved):
+    (saved / "ppo_lora.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=f"The manifest ppo_lora.json of {saved} is broken"):
         read_adapter(saved)
 
@@ -186,6 +234,36 @@ def test_a_run_without_its_reward_adapter_is_told(saved):
         load_roles(saved, base, SCHEDULE)
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kind": "nf4"}, "a base with quantization none, this one has nf4"),
+        ({"model": "other"}, "the base .*, this is "),
+    ],
+)
+def test_a_run_resumed_on_another_base_is_warned_of_once(saved, options, text, monkeypatch):
+    if options.pop("model", None):
+        other = model_folder(seed=9)
+        monkeypatch.setattr("bases.model_folder", lambda *args: other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        base = make_base(policy=policy_adapter(), reward=reward_adapter(), **options)
+    with pytest.warns(UserWarning, match=f"The checkpoint {saved} was trained on {text}") as seen:
+        load_roles(saved, base, SCHEDULE)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("then", "now"), [("shared", "separate"), ("separate", "shared")])
+def test_a_run_does_not_resume_with_another_kind_of_value_role(tmp_path, then, now):
+    save_roles(tmp_path, make_base(value=then), SCHEDULE)
+    base = make_base(value=now)
+    randomize(base.trainable_parameters()[Role.POLICY], 3)
+    before = [parameter.detach().clone() for parameter in base.parameters()]
+    with pytest.raises(ValueError, match=rf"made with value_adapter={then}, this run has {now}; a run resumes with"):
+        load_roles(tmp_path, base, SCHEDULE)
+    assert all(torch.equal(a, b) for a, b in zip(base.parameters(), before, strict=True))
+
+
 # Which base
 
 
@@ -223,6 +301,22 @@ def test_what_differs_is_warned_of(trained_on, text):
     if text is not None:
         with pytest.warns(UserWarning, match=f"The reward adapter x was trained on .*{text}"):
             check_belongs(trained_on, LOADED, "reward adapter x")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "vit"},
+        {"model_type": "llama", "vocab_size": "x"},
+        {"model_type": "llama", "quantization_config": 5},
+        {"model_type": "no such"},
+        5,
+    ],
+    ids=str,
+)
+def test_a_base_whose_configuration_says_nothing_is_known_by_name(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert BaseIdentity.named(str(tmp_path), "main") == BaseIdentity(str(tmp_path), "main")
 
 
 @pytest.mark.parametrize(("size", "word"), [("vocab_size", "vocabulary"), ("hidden_size", "hidden size")])

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bases import assert_close, lora_config, model_folder, plain_model, quantization, reward_adapter
 from builders import CHAT_TEMPLATE, randomize, save_tiny_model, tiny_model, tiny_tokenizer
+from ppo_lora import AdapterSource, read_adapter
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -486,6 +488,22 @@ def test_tokenizers_that_do_not_fit_are_refused(tmp_path):
     for file in adapter.glob("token*"):
         file.unlink()
     assert "has a tokenizer" in refused(adapter, tmp_path / "merged")
+
+
+def test_an_adapters_files_are_of_the_commit_that_was_read(tmp_path, monkeypatch):
+    adapter = adapter_folder(tmp_path / "adapter")
+    read, commit, asked = read_adapter(adapter), "c" * 40, []
+    monkeypatch.setattr(merge_sources, "read_adapter", lambda source: replace(read, revision=commit))
+    monkeypatch.setattr(AdapterSource, "find", lambda place, name: asked.append(place) or adapter / name)
+    policy = merge_sources.find_policy("someone/policy@main:deep")
+    assert policy.source == AdapterSource("someone/policy", commit, "deep") and asked == [policy.source]
+
+
+def test_a_tokenizer_in_the_adapters_subfolder_is_taken(tmp_path):
+    folder = adapter_folder(tmp_path / "run" / "deep")
+    tiny_tokenizer(bos_token="w7").save_pretrained(folder)
+    policy = merge_sources.find_policy(f"{tmp_path / 'run'}:deep")
+    assert merge_sources.find_tokenizer(policy, policy.base, False).bos_token == "w7"
 
 
 def test_bases_are_found_with_their_revision(tmp_path):

@@ -106,6 +106,36 @@ def test_the_kl_in_the_loss_is_not_in_the_reward_of_its_token(tmp_path):
     assert not torch.equal(weights(in_reward.base), weights(in_loss.base))
 
 
+@pytest.mark.parametrize(("rewards", "advantages"), [(False, False), (False, True), (True, False), (True, True)])
+def test_the_kl_in_the_loss_is_scaled_like_the_advantages(tmp_path, rewards, advantages):
+    """Its weight is kl_coef times what whitening multiplies with; the plain numbers come from runs without."""
+    options = {"kl_in": "loss", "kl_coef": 0.7, "whiten_rewards": rewards, "lam": 1.0}
+    plain_options = {"whiten_advantages": False, "whiten_rewards": False}
+    made, unscaled, plain = (
+        trainer(tmp_path / str(i), **{**options, "whiten_advantages": advantages, **more}).collect(0)
+        for i, more in enumerate(({}, {"whiten_advantages": False}, plain_options))
+    )
+    mask = made.response_mask
+    scale = 1.0
+    if rewards:
+        scale /= plain.rewards[mask].std()
+    if advantages:
+        scale /= unscaled.advantages[mask].std()
+    torch.testing.assert_close(made.kl_weights, torch.full_like(made.kl_weights, 0.7 * scale), rtol=1e-4, atol=1e-6)
+
+
+def test_the_kl_in_the_loss_counts_as_its_weights_say(tmp_path, monkeypatch):
+    seen, original = [], ppo_lora.update.kl_loss
+    monkeypatch.setattr(
+        ppo_lora.update, "kl_loss", lambda *args, weights: seen.append(weights) or original(*args, weights=weights)
+    )
+    made = trainer(tmp_path, kl_in="loss", kl_coef=0.25, whiten_advantages=False, num_ppo_epochs=1, max_steps=2)
+    made.train()
+    assert len(seen) == 4
+    for pair in (seen[:2], seen[2:]):  # two micro-batches a step
+        assert sum(each.sum() for each in pair).item() == pytest.approx(0.25)
+
+
 # Clips
 
 

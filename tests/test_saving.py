@@ -140,3 +140,11 @@ def test_resuming_with_other_iterations_is_refused(tmp_path, changes):
 def test_resuming_from_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expected a checkpoint folder"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-99"))
+
+
+def test_resuming_from_a_final_folder_is_refused(tmp_path):
+    made = trainer(tmp_path)
+    made.train()
+    made.save_model(tmp_path / "final")
+    with pytest.raises(ValueError, match=f"'{tmp_path / 'final'}', which has no trainer_state.json.*checkpoint-"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "final"))

@@ -23,6 +23,10 @@ class After(TrainerCallback):
             self._action()
 
 
+def characters(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
 def parameters(base: SharedBase) -> dict[Role, list[torch.Tensor]]:
     return {role: [each.detach().clone() for each in own] for role, own in base.trainable_parameters().items()}
 
@@ -53,6 +57,17 @@ def test_an_iteration_ends_where_the_policy_has_moved_too_far(tmp_path):
     one.train()
     stopped.train()
     assert torch.equal(flat(stopped.base), seen["one"])
+
+
+@pytest.mark.parametrize(("factor", "stopped"), [(1.2, 0.0), (1.8, 0.5)])
+def test_the_iteration_ends_at_one_and_a_half_times_the_target(tmp_path, factor, stopped):
+    steps = {"num_ppo_epochs": 2, "num_mini_batches": 1, "max_steps": 2, "reward_funcs": characters}
+    plain = trainer(tmp_path / "a", **steps)
+    plain.train()
+    moved = 2 * logged(plain)[-1]["policy/approxkl_avg"]  # the mean of the first step's, which is 0, and the second's
+    made = trainer(tmp_path / "b", **steps, target_kl=moved / factor)
+    made.train()
+    assert logged(made)[-1]["policy/stopped_steps"] == stopped
 
 
 def test_a_far_target_changes_nothing(tmp_path):

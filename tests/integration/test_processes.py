@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -59,13 +60,16 @@ def experience(tmp_path):
 def test_the_step_of_two_processes_is_that_of_one(tmp_path, experience):
     base, rows = experience
     for processes, size in ((1, 4), (2, 2)):
-        more = ("--per_device_train_batch_size", str(size), "--max_steps", "1", "--experience", str(rows))
-        _run(processes, base, tmp_path / str(processes), *more)
+        more = f"--per_device_train_batch_size {size} --max_steps 1 --logging_steps 1 --experience {rows}"
+        _run(processes, base, tmp_path / str(processes), *more.split())
     for part in ("adapter_model.safetensors", "value/adapter_model.safetensors"):
         one, two = (load_file(tmp_path / n / part) for n in ("1", "2"))
         assert any(tensor.abs().max() > 0 for key, tensor in one.items() if "lora_B" in key or "score" in key)
         for key, tensor in one.items():
             torch.testing.assert_close(two[key], tensor, rtol=1e-4, atol=1e-6)
+    one, two = (json.loads((tmp_path / n / "trainer_state.json").read_text())["log_history"][0] for n in ("1", "2"))
+    for name in ("loss", "loss/policy_avg", "loss/value_avg", "policy/approxkl_avg", "val/clipfrac_avg"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
 
 
 def test_two_processes_share_the_prompts_and_sample_for_themselves(tmp_path, monkeypatch):

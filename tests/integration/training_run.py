@@ -61,6 +61,7 @@ def main() -> None:
         trainer.collect = lambda iteration: mine
     trainer.train(resume_from_checkpoint=given.resume)
     trainer.save_model()
+    trainer.save_state()
 
 
 if __name__ == "__main__":
