@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Group
 from rich.panel import Panel
@@ -132,13 +132,14 @@ def judge(
 
 @contextmanager
 def _random_numbers_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
+    numpy = sys.modules["numpy"].random  # torch's and transformers' dependency, not one of this package
+    python_state, numpy_state = random.getstate(), numpy.get_state()
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+            random.setstate(python_state)
+            numpy.set_state(numpy_state)
 
 
 def _ratio_distance(base: SharedBase, rows: Experience, config: PPOConfig) -> Tensor:
