@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -28,7 +29,7 @@ from .types import Experience, Prompts, Rollout
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """What scorers and people see of a rollout, what training needs of it, and what is logged."""
+    """What scorers and people see of a rollout, what training needs of it, what is logged, each source's scores."""
 
     responses: Responses
     experience: Experience
@@ -97,4 +98,10 @@ class Collector:
         scores = final_scores(raw_scores, rollout, config)
         experience = build_experience(rollout, tokens, scores, kl_coef, config, reduce)
         metrics = rollout_metrics(experience, tokens, rollout, kl_coef, config) | source_metrics(by_source)
+        metrics["completions/distinct_ratio"] = torch.tensor(distinct_ratio(responses.completion_ids))
         return ScoredRollout(responses, experience, tokens, by_source, metrics)
+
+
+def distinct_ratio(completions: Sequence[Sequence[int]]) -> float:
+    """The share of responses, lists of token ids, that no earlier one equals: 1 where all differ."""
+    return len(set(map(tuple, completions))) / len(completions)

@@ -263,6 +263,21 @@ class PPOConfig(TrainingArguments):
     )
 
     # Watching
+    startup_checks: str = field(
+        default="error",
+        metadata={
+            "help": "Sample a few responses before the first rollout and look at KL, ratio and rewards: stop where "
+            "something is wrong, only warn, or leave it out. Reward functions are called once more.",
+            "choices": ["error", "warn", "off"],
+        },
+    )
+    health_warnings: bool = field(
+        default=True, metadata={"help": "Say while training what looks unhealthy (docs/watching_a_run.md)."}
+    )
+    kl_warning: float | None = field(
+        default=50.0,
+        metadata={"help": "Warn where objective/kl, nats a response, is over this. None: never."},
+    )
     log_completions: bool = field(
         default=False, metadata={"help": "Print a table of sample completions at every log and evaluation."}
     )

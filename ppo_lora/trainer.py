@@ -32,8 +32,9 @@ from .checkpoint import Stateful, check_checkpoint, load_roles, load_states, sav
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset
-from .display import completions_table, print_table
+from .display import completions_table, print_table, print_warning
 from .eval_loop import evaluate_prompts, evaluation_metrics
+from .health import HealthMonitor, Limits, kl_bound
 from .hub import hub_errors
 from .kl_control import kl_controller
 from .manifest import package_versions
@@ -55,13 +56,14 @@ from .setup import (
     tokenizer_for,
 )
 from .shared_base import SharedBase
+from .startup import MOST_ROWS, judge, raise_for, startup_panel, take_sample
 from .stream import ExperienceStream
-from .types import Experience
+from .types import Experience, Prompts
 from .update import MicroBatch, PolicyValueUpdate, micro_batches_of_step
 
 EvalDataset: TypeAlias = Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
 
-_ROLLOUTS = 1  # a stream of random numbers; the shuffles' is 2
+_ROLLOUTS = 1  # a stream of random numbers; the shuffles' is 2, the startup checks' 4
 
 
 class PPOTrainer(Trainer):
@@ -145,6 +147,8 @@ class PPOTrainer(Trainer):
         self._means = RunningMeans()
         self._clock = PhaseClock()
         self._scored: ScoredRollout | None = None
+        self._checks_due = self._trained = False
+        self._health: HealthMonitor | None = None
         self.kl_controller = kl_controller(args.kl_coef, args.kl_target, args.kl_horizon)
         self._states: dict[str, Stateful] = {"kl": self.kl_controller}
         super().__init__(
@@ -166,9 +170,13 @@ class PPOTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """See ``Trainer.train``. What an earlier call left unlogged is forgotten."""
         self._means, self._clock = RunningMeans(), PhaseClock()
-        self._scored = None
+        self._health = None
+        self._scored, self._checks_due = None, self.args.startup_checks != "off"
         self._update = PolicyValueUpdate(self.base, self.args, self.accelerator, self._means, self._pretraining)
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._trained = True
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback; what holds things back until an iteration's end stays the last, so it sees every wish."""
@@ -194,6 +202,8 @@ class PPOTrainer(Trainer):
         """Sample a response to each prompt of an iteration, score them, and estimate the advantages."""
         self._close_iteration()
         prompts = iteration_prompts(self._train_prompts, iteration, self.args)
+        if self._checks_due:
+            self._check_startup(prompts.first(MOST_ROWS), iteration)
         self._enter("sampling")
         rollout = self._collector.sample(prompts, _ROLLOUTS, iteration)
         self._enter("scoring")
@@ -204,6 +214,25 @@ class PPOTrainer(Trainer):
         self._adapt_kl(self._scored.metrics["objective/kl"])
         self._enter("updating")
         return self._scored.experience
+
+    def _check_startup(self, prompts: Prompts, iteration: int) -> None:
+        """Answer some of the first prompts, show what is seen, and stop where it is wrong."""
+        self._checks_due = False
+        sample = take_sample(
+            self.base,
+            self._collector,
+            prompts,
+            self.args,
+            self.kl_controller.value,
+            self.accelerator.gather,
+            self.state,
+        )
+        fresh = iteration == 0 and not self._trained
+        checks = judge(sample, self.base, self.scorer, self._train_prompts, self._tokenizer, self.args, fresh)
+        if self.is_world_process_zero():
+            self._progress.clear()
+            print_table(startup_panel(self.base, checks))
+        raise_for(checks)
 
     def _adapt_kl(self, kl: Tensor) -> None:
         """Let the coefficient of the next iteration follow from the KL of this one, the mean over all processes."""
@@ -315,9 +344,24 @@ class PPOTrainer(Trainer):
             logs = {**logs, **self._means.pop(self._sum_over_processes), **_memory()}
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
+            if self.args.health_warnings:
+                logs["health/warnings"] = float(self._warn_of_health(logs))
             if self.args.log_completions and self._scored is not None:
                 self._print_completions(self._scored, f"Step {self.state.global_step}")
         super().log(logs, start_time)
+
+    def _warn_of_health(self, logs: dict[str, float]) -> int:
+        """Say what is unhealthy since this log; how many warnings that are."""
+        if self._health is None:
+            unweighted = [n for n, weight in zip(self.scorer.names, self.scorer.weights, strict=True) if not weight]
+            history = [entry for entry in self.state.log_history if "loss" in entry]
+            limits = Limits(kl_bound(self.args.kl_warning, self.args.kl_target), unweighted)
+            self._health = HealthMonitor(limits, self.args.steps_per_iteration, history)
+        told = self._health.observe({**logs, "step": self.state.global_step})
+        for text in told if self.is_world_process_zero() else []:
+            self._progress.clear()
+            print_warning(text)
+        return len(told)
 
     def _enter(self, phase: str) -> None:
         self._clock.enter(phase)

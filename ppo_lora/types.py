@@ -31,6 +31,11 @@ class Prompts:
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
+    def first(self, count: int) -> Prompts:
+        """At most so many of them."""
+        columns = {name: column[:count] for name, column in self.columns.items()}
+        return Prompts(self.input_ids[:count], self.attention_mask[:count], columns)
+
     def repeat(self, times: int) -> Prompts:
         """Each prompt ``times`` times, the copies of one side by side."""
         return Prompts(

@@ -33,7 +33,7 @@ _NOT_NEGATIVE = (
 )
 _OPTIONAL_POSITIVE = (
     *("value_learning_rate", "missing_eos_penalty", "kl_target", "target_kl", "cliprange_high"),
-    "importance_sampling_cap",
+    *("importance_sampling_cap", "kl_warning"),
 )
 _OVER_ONE = ("dual_clip", "ratio_threshold")
 _INTEGERS = ("value_warmup_iterations",)
@@ -58,6 +58,7 @@ _CHOICES = {
     "kl_in": ["reward", "loss"],
     "loss_aggregation": list(LOSS_AGGREGATIONS),
     "overlong_prompts": ["truncate", "drop"],
+    "startup_checks": ["error", "warn", "off"],
 }
 
 
@@ -146,6 +147,11 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "kl_target",
         lambda c: c.kl_target is not None and c.kl_coef == 0,
         "kl_coef=0 stays 0, since it is adapted by factors; start above 0",
+    ),
+    (
+        "kl_warning",
+        lambda c: not c.health_warnings and c.kl_warning != _default(c, "kl_warning"),
+        "health_warnings=False says nothing; leave one of them out",
     ),
     (
         "kl_in",

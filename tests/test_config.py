@@ -81,8 +81,14 @@ SETTINGS = {
     "value_learning_rate": 2e-4,
     "log_completions": True,
     "num_completions_to_print": 9,
+    "startup_checks": "warn",
+    "health_warnings": False,
+    "kl_warning": 25.0,
 }
-EXCLUSIVE = (("missing_eos_penalty", "kl_in"), ("missing_eos_score", "normalize_kl_by_length"))
+EXCLUSIVE = (
+    ("missing_eos_penalty", "kl_in", "health_warnings"),
+    ("missing_eos_score", "normalize_kl_by_length", "kl_warning"),
+)
 """Settings of which only one may be given: leaving out either of these groups makes the others possible."""
 
 
@@ -166,6 +172,7 @@ REFUSED = {
     "dual_clip": (ABOVE_ONE, 1.0, 0.2, math.nan, math.inf),
     "ratio_threshold": (ABOVE_ONE, 1.0, 0.2, math.nan, math.inf),
     "importance_sampling_cap": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
+    "kl_warning": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
     "value_warmup_iterations": ("an integer of at least 0", -1, 1.5),
 }
 
@@ -225,6 +232,8 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
             "loss_aggregation is 'mean'; expected one of ['token_mean', 'sequence_mean', 'sequence_sum_constant'].",
         ),
         ({"kl_horizon": 5}, "kl_horizon is 5, but kl_coef follows nothing without a kl_target; set that too"),
+        ({"startup_checks": "on"}, "startup_checks is 'on'; expected one of ['error', 'warn', 'off']."),
+        ({"health_warnings": False, "kl_warning": 9.0}, "kl_warning is 9.0, but health_warnings=False says nothing"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "kl_target is 6.0, but kl_coef=0 stays 0"),
         ({"kl_in": "loss", "kl_coef": 0.0}, "kl_in is 'loss', but kl_coef=0 takes the KL out of the loss again"),
         (
@@ -410,7 +419,7 @@ def test_a_wrong_value_in_a_file_is_named(parse):
 
 
 def test_a_saved_configuration_loads_again(make, tmp_path):
-    settings = {name: value for name, value in SETTINGS.items() if name != "missing_eos_score"}
+    settings = {name: value for name, value in SETTINGS.items() if name not in EXCLUSIVE[0]}
     saved = json.loads(make(**settings).to_json_string())
     again = PPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **{n: saved[n] for n in settings})
     assert {name: getattr(again, name) for name in settings} == settings
