@@ -15,7 +15,7 @@ CONSTRAINTS ?= $(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.
 TEST_ENV = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart arithmetic test test-oldest lint soak
+.PHONY: help install options quickstart arithmetic test test-oldest lint soak
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,9 @@ quickstart: $(VENV)/.installed  ## all of RLHF on a tiny model, offline, into ru
 
 arithmetic: $(VENV)/.installed  ## PPO with checked answers teaches a tiny model to add, offline, into runs/arithmetic/
 	$(VENV)/bin/python scripts/arithmetic.py $(ARITHMETIC_ARGS)
+
+options: $(VENV)/.installed  ## write docs/options.md, the table of all options
+	$(VENV)/bin/python scripts/options.py
 
 test: $(VENV)/.installed  ## all tests but the long ones, on two cores
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)

@@ -17,6 +17,7 @@ from .normalization import score_normalizer
 from .responses import Responses, read_responses
 from .rewards import clip_scores
 from .rollout import (
+    TokenScores,
     build_experience,
     final_scores,
     rescaling_metrics,
@@ -33,11 +34,15 @@ from .types import Experience, Prompts, Rollout
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """What scorers and people see of a rollout, what training needs of it, and what is logged."""
+    """What scorers and people see of a rollout, what training needs of it, what is logged, each source's scores."""
 
     responses: Responses
     experience: Experience
+    tokens: TokenScores
+    by_source: dict[str, Tensor]
     metrics: dict[str, Any]
+    raw_scores: Tensor
+    logged: dict[str, Any]
     extras: dict[str, list[Any]]
 
 
@@ -71,14 +76,15 @@ class Collector:
         """One response to each prompt, drawn from the random numbers that ``stream`` and ``number`` name."""
         config = self._config
         with seeded(config.seed, stream, number, config.process_index):
-            return sample(
-                self._base,
-                prompts,
-                config,
-                self._stop_token_ids,
-                self._tokenizer.pad_token_id,
-                keep_logprobs=config.importance_sampling_cap is not None,
-            )
+            return self._sample(prompts, keep_logprobs=config.importance_sampling_cap is not None)
+
+    def sample_drawn(self, prompts: Prompts, draws: Tensor) -> Rollout:
+        """One response to each prompt, drawn with the given numbers; see :func:`~ppo_lora.rollout.sample`."""
+        return self._sample(prompts, draws=draws)
+
+    def _sample(self, prompts: Prompts, **options: Any) -> Rollout:
+        pad = self._tokenizer.pad_token_id
+        return sample(self._base, prompts, self._config, self._stop_token_ids, pad, **options)
 
     def score(
         self,
@@ -108,14 +114,14 @@ class Collector:
         scores = final_scores(self._rescaled(judgement.finals), rollout, config)
         experience = build_experience(rollout, tokens, scores, kl_coef, config, reduce, judgement.steps)
         metrics = rollout_metrics(experience, tokens, rollout, kl_coef, config)
-        if self._rescales:
-            metrics |= rescaling_metrics(final_scores(judgement.finals, rollout, config), judgement.steps, experience)
+        raw_scores = final_scores(judgement.finals, rollout, config)
+        if judgement.steps is not None:
+            raw_scores = raw_scores + judgement.steps.sum(dim=1)
+        metrics |= rescaling_metrics(raw_scores, experience, config)
         metrics |= source_metrics(judgement.by_source) | judgement.metrics
-        return ScoredRollout(responses, experience, metrics, judgement.extras)
-
-    @property
-    def _rescales(self) -> bool:
-        return self._config.score_normalization != "none" or self._config.score_clip is not None
+        metrics["completions/distinct_ratio"] = torch.tensor(distinct_ratio(responses.completion_ids))
+        by_source, logged = judgement.by_source, judgement.metrics
+        return ScoredRollout(responses, experience, tokens, by_source, metrics, raw_scores, logged, judgement.extras)
 
     def _rescaled(self, scores: Tensor) -> Tensor:
         """Normalised, then clipped; [B] float32."""
@@ -140,3 +146,8 @@ class Collector:
             totals += torch.stack([scores.sum(), torch.tensor(float(len(scores)))])
         total, count = reduce(totals).tolist()
         return total / count
+
+
+def distinct_ratio(completions: Sequence[Sequence[int]]) -> float:
+    """The share of responses, lists of token ids, that no earlier one equals: 1 where all differ."""
+    return len(set(map(tuple, completions))) / len(completions)

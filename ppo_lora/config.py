@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -44,7 +45,14 @@ class PPOConfig(TrainingArguments):
     # Other defaults than transformers', for PPO.
     metric_for_best_model: str | None = field(
         default=None,
-        metadata={"help": "Metric of load_best_model_at_end; then objective/scores unless another is named."},
+        metadata={
+            "help": "Metric of load_best_model_at_end and save_strategy='best', with or without eval_ before it; then "
+            "objective/scores unless another is named."
+        },
+    )
+    greater_is_better: bool | None = field(
+        default=None,
+        metadata={"help": "Whether more of metric_for_best_model is better. Default: yes, but for a KL or a loss."},
     )
     learning_rate: float = field(default=1e-5, metadata={"help": "Learning rate of the policy adapter."})
     adam_epsilon: float = field(default=1e-5, metadata={"help": "Epsilon of AdamW (arXiv 2403.17031 uses 1e-5)."})
@@ -104,6 +112,19 @@ class PPOConfig(TrainingArguments):
     )
     local_rollout_forward_batch_size: int = field(
         default=64, metadata={"help": "Rows per sampling batch and per scoring pass."}
+    )
+    num_generations: int = field(
+        default=1,
+        metadata={
+            "help": "Responses to each prompt in an iteration (TRL's GRPOConfig): its rows are so many fewer prompts."
+        },
+    )
+    num_generations_eval: int | None = field(
+        default=None,
+        metadata={
+            "help": "Responses to each evaluation prompt, best-of-n is estimated from them (TRL's GRPOConfig). "
+            "Default: num_generations."
+        },
     )
     total_episodes: int | None = field(
         default=None,
@@ -259,6 +280,22 @@ class PPOConfig(TrainingArguments):
         default=None, metadata={"help": "Learning rate of the value adapter and head. Default: learning_rate."}
     )
 
+    # Pretraining mix
+    ptx_coef: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of the language-model loss, nats a token, on ptx_dataset (gamma of InstructGPT, arXiv "
+            "2203.02155, equation 2)."
+        },
+    )
+    ptx_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Rows of ptx_dataset per process and optimizer step. Default: per_device_train_batch_size."},
+    )
+    ptx_max_length: int = field(
+        default=1024, metadata={"help": "Longest row of ptx_dataset in tokens; what is over it is cut off."}
+    )
+
     # Saving
     save_value: bool = field(
         default=True,
@@ -269,6 +306,21 @@ class PPOConfig(TrainingArguments):
     )
 
     # Watching
+    startup_checks: str = field(
+        default="error",
+        metadata={
+            "help": "Sample a few responses before the first rollout and look at KL, ratio and rewards: stop where "
+            "something is wrong, only warn, or leave it out. Reward functions are called once more.",
+            "choices": ["error", "warn", "off"],
+        },
+    )
+    health_warnings: bool = field(
+        default=True, metadata={"help": "Say while training what looks unhealthy (docs/watching_a_run.md)."}
+    )
+    kl_warning: float | None = field(
+        default=50.0,
+        metadata={"help": "Warn where objective/kl, nats a response, is over this. None: never."},
+    )
     log_completions: bool = field(
         default=False, metadata={"help": "Print a table of sample completions at every log and evaluation."}
     )
@@ -281,8 +333,11 @@ class PPOConfig(TrainingArguments):
         self.model_init_kwargs = _parsed("model_init_kwargs", self.model_init_kwargs)
         self.reward_model_init_kwargs = _parsed("reward_model_init_kwargs", self.reward_model_init_kwargs)
         self.generation_kwargs = _parsed("generation_kwargs", self.generation_kwargs)
-        if self.load_best_model_at_end and self.metric_for_best_model is None:
+        follows = self.save_strategy == "best" or self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        if (self.load_best_model_at_end or follows) and self.metric_for_best_model is None:
             self.metric_for_best_model = "objective/scores"
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            self.greater_is_better = more_is_better(self.metric_for_best_model)
         super().__post_init__()
         check_config(self)
         if self.total_episodes is not None:
@@ -320,6 +375,16 @@ class PPOConfig(TrainingArguments):
         return self.local_batch_size * self.world_size
 
     @property
+    def prompts_per_iteration(self) -> int:
+        """Prompts per iteration, all processes; each is answered `num_generations` times."""
+        return self.batch_size // self.num_generations
+
+    @property
+    def samples_per_eval_prompt(self) -> int:
+        """Responses to each evaluation prompt."""
+        return self.num_generations if self.num_generations_eval is None else self.num_generations_eval
+
+    @property
     def steps_per_iteration(self) -> int:
         """Optimizer steps per iteration."""
         return self.num_ppo_epochs * self.num_mini_batches
@@ -348,6 +413,12 @@ class PPOConfig(TrainingArguments):
                 "are given; set one of them."
             )
         return steps
+
+
+def more_is_better(metric: str) -> bool:
+    """Whether a metric is better the larger it is: all are but for a KL or a loss. A reward's name means nothing."""
+    own_name = re.split("(?:objective|completions|policy|val)/", metric)[-1]  # after the evaluation set's
+    return "rewards/" in metric or not {"kl", "loss"} & set(re.split("[^a-z]+", own_name.lower()))
 
 
 def without_tokens(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class PromptDataset:
         _check_dataset(dataset, tokenizer, name)
         self.pad_token_id = tokenizer.pad_token_id
         tokenized = dataset.with_format(None).map(
-            lambda row: {_IDS: _tokenize(row, tokenizer)},
+            lambda row: {_IDS: tokenize_prompt(row, tokenizer)},
             desc=f"Tokenizing {name}",
             keep_in_memory=True,
         )
@@ -128,31 +128,63 @@ def is_chat(dataset: Dataset) -> bool:
     return bool(is_conversational({"prompt": dataset[0]["prompt"]}))
 
 
+def check_rows(rows: int, columns: Sequence[str], name: str) -> None:
+    """Refuse what has no rows or no ``prompt`` column.
+
+    Raises:
+        ValueError: it calls the data set ``name``.
+    """
+    if rows == 0:
+        raise ValueError(f"{name} is empty; expected rows with a 'prompt' column.")
+    if "prompt" not in columns:
+        raise ValueError(
+            f"{name} has the columns {list(columns)}; expected 'prompt', text or chat messages "
+            "(TRL's prompt-only format). Rename yours: dataset.rename_column('...', 'prompt')."
+        )
+
+
+def check_prompt(prompt: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse prompts that are neither text nor messages, and messages without a chat template.
+
+    Raises:
+        ValueError, TypeError: it calls the data set ``name``.
+    """
+    if is_conversational({"prompt": prompt}):
+        check_chat_template(tokenizer, name)
+    elif not isinstance(prompt, str):
+        kind = type(prompt).__name__
+        raise TypeError(f"The prompts of {name} are of type {kind}; expected text or a list of chat messages.")
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse messages where the tokenizer cannot write them out.
+
+    Raises:
+        ValueError: it calls the data set ``name``.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"{name} has chat messages, but the tokenizer has no chat template. Use the tokenizer of a chat "
+            "model, set tokenizer.chat_template, or give prompts as text."
+        )
+
+
 def _check_dataset(dataset: Any, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"{name} is a {type(dataset).__name__}; expected a datasets.Dataset with a 'prompt' column "
             "(pick a split of a DatasetDict, as in dataset['train'])."
         )
-    if len(dataset) == 0:
-        raise ValueError(f"{name} is empty; expected rows with a 'prompt' column.")
-    if "prompt" not in dataset.column_names:
-        raise ValueError(
-            f"{name} has the columns {dataset.column_names}; expected 'prompt', text or chat messages "
-            "(TRL's prompt-only format). Rename yours: dataset.rename_column('...', 'prompt')."
-        )
-    if is_chat(dataset):
-        if tokenizer.chat_template is None:
-            raise ValueError(
-                f"{name} has chat messages, but the tokenizer has no chat template. Use the tokenizer of a chat "
-                "model, set tokenizer.chat_template, or give prompts as text."
-            )
-    elif not isinstance(dataset[0]["prompt"], str):
-        kind = type(dataset[0]["prompt"]).__name__
-        raise TypeError(f"The prompts of {name} are of type {kind}; expected text or a list of chat messages.")
+    check_rows(len(dataset), dataset.column_names, name)
+    check_prompt(dataset[0]["prompt"], tokenizer, name)
 
 
-def _tokenize(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def tokenize_prompt(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a row's prompt, text or messages, as the policy is to go on from.
+
+    Raises:
+        ValueError: the prompt has no tokens.
+    """
     prompt = row["prompt"]
     if isinstance(prompt, str):
         ids = _text_ids(prompt, tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -43,9 +43,14 @@ def completions_table(
     return table
 
 
-def print_table(table: Table) -> None:
+def print_table(table: RenderableType) -> None:
     """Print to the terminal at its width."""
     Console().print(table)
+
+
+def print_warning(text: str) -> None:
+    """Print a warning to the terminal."""
+    Console().print(Text.assemble(("warning ", "bold yellow"), text))
 
 
 def _readable(content: Any) -> str:

@@ -38,6 +38,8 @@ class ModelReward:
         ValueError: the model has more than one output, or the tokenizer no pad token for batches.
     """
 
+    is_model = True
+
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int):
         name = model.config.name_or_path or type(model).__name__
         if model.config.num_labels != 1:

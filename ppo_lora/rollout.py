@@ -206,7 +206,7 @@ def build_experience(
     if config.whiten_advantages:
         scale = scale * whitening(advantages, mask, reduce=reduce)[1]
         advantages = masked_whiten(advantages, mask, reduce=reduce)
-    if config.importance_sampling_cap is not None:
+    if config.importance_sampling_cap is not None and rollout.sampling_logprobs is not None:  # None in evaluations
         advantages = advantages * importance_weights(rollout, tokens, config.importance_sampling_cap)
     experience = Experience(
         sequences=rollout.sequences,
@@ -300,18 +300,19 @@ def _sampling_metrics(
     }
 
 
-def rescaling_metrics(scores: Tensor, step_rewards: Tensor | None, experience: Experience) -> dict[str, Tensor]:
-    """TRL's keys for the scores as they would be without normalisation and clipping, and keys for them as they are.
+def rescaling_metrics(raw_scores: Tensor, experience: Experience, config: PPOConfig) -> dict[str, Tensor]:
+    """TRL's keys for the scores without normalisation and clipping, and keys for them as they are trained on.
 
     Args:
-        scores: [B] float32, without both, but with what missing EOS and length cost.
-        step_rewards: [B, T] float32, rewards of tokens beside them.
+        raw_scores: [B] float32, without both, but with what missing EOS and length cost.
         experience: with the scores that are trained on.
+        config: nothing is there to be told where it has neither.
     """
-    raw = scores if step_rewards is None else scores + step_rewards.sum(dim=1)
+    if config.score_normalization == "none" and config.score_clip is None:
+        return {}
     return {
-        "objective/scores": raw.mean(),
-        "objective/scores_std": raw.std(correction=0),
+        "objective/scores": raw_scores.mean(),
+        "objective/scores_std": raw_scores.std(correction=0),
         "objective/normalized_scores": experience.scores.mean(),
         "objective/normalized_scores_std": experience.scores.std(correction=0),
     }

@@ -88,6 +88,12 @@ class Scorer:
                 f"{self.names}."
             )
 
+    @property
+    def models(self) -> set[str]:
+        """Names of the sources that are models, and so say something else for every response."""
+        are_models = [True] * (self._base is not None) + [getattr(f, "is_model", False) for f in self._functions]
+        return {name for name, is_model in zip(self.names, are_models, strict=True) if is_model}
+
     def __call__(self, responses: Responses, **context: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Score every row; :meth:`judge` without the details.
 

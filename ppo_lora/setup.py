@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft import LoraConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .config import PPOConfig, SamplingOptions
-from .data import PromptDataset
 from .hub import hub_errors
 from .shared_base import SharedBase
+
+
+class HasLongest(Protocol):
+    """Prompts, in memory or streamed.
+
+    Attributes:
+        longest: tokens of the longest of them.
+    """
+
+    longest: int
 
 
 def model_name(model: Any) -> str:
@@ -74,17 +83,7 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, base: SharedBase, args: S
     return sorted(ids)
 
 
-def check_enough_prompts(prompts: PromptDataset, args: PPOConfig) -> None:
-    if len(prompts) < args.batch_size:
-        raise ValueError(
-            f"train_dataset has {len(prompts)} prompts, one iteration takes {args.batch_size} "
-            f"(per_device_train_batch_size {args.per_device_train_batch_size} * gradient_accumulation_steps "
-            f"{args.gradient_accumulation_steps} * num_mini_batches {args.num_mini_batches} * {args.world_size} "
-            "processes). Lower one of them, or give more prompts."
-        )
-
-
-def check_lengths(datasets: Sequence[PromptDataset], base: SharedBase, args: SamplingOptions) -> None:
+def check_lengths(datasets: Sequence[HasLongest], base: SharedBase, args: SamplingOptions) -> None:
     """Refuse sequences that the base has no positions for."""
     limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
     longest = max(dataset.longest for dataset in datasets)
@@ -123,4 +122,22 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, base: SharedBase) -
         raise ValueError(
             f"optimizers holds {len(given)} parameters, {len(given & wanted)} of the {len(wanted)} that PPO trains. "
             "Build a SharedBase first, make the optimizer from base.trainable_parameters(), and pass both."
+        )
+
+
+def check_best_metric(names: Sequence[str], args: PPOConfig) -> None:
+    """Refuse a metric_for_best_model that no evaluation will report, before anything is trained.
+
+    Args:
+        names: what evaluations report, with ``eval_`` before it.
+        args: where the metric is looked up at each evaluation.
+    """
+    metric = args.metric_for_best_model
+    if metric is None or args.eval_strategy == "no" or not names:
+        return
+    wanted = metric if metric.startswith("eval_") else f"eval_{metric}"
+    if wanted not in names:
+        raise ValueError(
+            f"metric_for_best_model is {metric!r}; expected one of {[name.removeprefix('eval_') for name in names]}, "
+            "with or without eval_ before it."
         )

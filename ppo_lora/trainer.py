@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -32,20 +32,24 @@ from .card import CardFacts, write_card
 from .checkpoint import Stateful, check_checkpoint, load_roles, load_states, save_roles, save_states
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
-from .data import PromptDataset, iteration_rows
+from .data import PromptDataset
 from .demonstrations import demonstrations
-from .display import completions_table, print_table
+from .display import completions_table, print_table, print_warning
+from .eval_loop import evaluate_prompts, evaluation_metrics
+from .health import HealthMonitor, Limits, kl_bound
 from .hub import hub_errors
 from .kl_control import kl_controller
 from .manifest import package_versions
 from .metrics import PhaseClock, RunningMeans
 from .normalization import DatasetNormalizer
+from .pretraining import PretrainingMix
+from .prompts import evaluation_prompts, iteration_prompts, iterations_of_epoch, training_prompts
 from .reward_models import ModelReward, RewardSource, reward_functions
 from .roles import Role, label
 from .scorers import Scorer
 from .setup import (
+    check_best_metric,
     check_dtype,
-    check_enough_prompts,
     check_lengths,
     check_one_device,
     check_optimizer,
@@ -55,15 +59,18 @@ from .setup import (
     tokenizer_for,
 )
 from .shared_base import SharedBase
+from .startup import MOST_ROWS, judge, raise_for, startup_panel, take_sample
 from .stream import ExperienceStream
 from .types import Experience, Prompts
 from .update import MicroBatch, PolicyValueUpdate, micro_batches_of_step
+
+EvalDataset: TypeAlias = Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
 
 _SCORE_OPTIONS = (
     *("score_clip", "missing_eos_penalty", "missing_eos_score"),
     *("overlong_penalty", "overlong_buffer_length"),
 )
-_ROLLOUTS, _EVALUATIONS = 1, 3  # streams of random numbers; the shuffles' is 2
+_ROLLOUTS = 1  # a stream of random numbers; the shuffles' is 2, the startup checks' 4
 
 
 class PPOTrainer(Trainer):
@@ -74,7 +81,7 @@ class PPOTrainer(Trainer):
         reward_funcs: one or several functions ``f(prompts, completions, completion_ids, **columns)``,
             sequence-classification models with one output, by name or loaded, or URLs of reward servers.
         args: the configuration.
-        train_dataset: TRL's prompt-only format, text or messages.
+        train_dataset: TRL's prompt-only format, text or messages; streams too.
         eval_dataset: the same, or a dict of such, for :meth:`evaluate`.
         processing_class: the tokenizer; the model's own if None.
         reward_processing_classes: tokenizers of the reward models among ``reward_funcs``; their own if None.
@@ -83,6 +90,7 @@ class PPOTrainer(Trainer):
         quantization_config: for a model given by name.
         policy_adapter, reference_adapter, value_adapter, reward_adapter: as in :class:`SharedBase`.
         demonstration_dataset: TRL's prompt-completion format, for ``score_normalization="dataset"``.
+        ptx_dataset: text, messages, or prompts with completions to mix in with ``ptx_coef``.
 
     Raises:
         ValueError, TypeError: what was given cannot be trained with. Nothing is written then.
@@ -98,8 +106,8 @@ class PPOTrainer(Trainer):
         model: str | Path | PreTrainedModel | SharedBase,
         reward_funcs: RewardSource | list[RewardSource] | None = None,
         args: PPOConfig | None = None,
-        train_dataset: Dataset | None = None,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: EvalDataset = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         reward_processing_classes: PreTrainedTokenizerBase | list[PreTrainedTokenizerBase | None] | None = None,
         callbacks: list[TrainerCallback] | None = None,
@@ -111,6 +119,7 @@ class PPOTrainer(Trainer):
         value_adapter: AdapterLike | None = None,
         reward_adapter: AdapterLike | None = None,
         demonstration_dataset: Dataset | None = None,
+        ptx_dataset: Dataset | None = None,
     ):
         model = str(model) if isinstance(model, Path) else model
         args = PPOConfig(output_dir=f"{model_name(model)}-PPO") if args is None else args
@@ -137,15 +146,19 @@ class PPOTrainer(Trainer):
             self.base, self.scorer, tokenizer, stop_token_ids(tokenizer, self.base, args), args
         )
         self._demonstrations = demonstrations(demonstration_dataset, tokenizer, args)
-        self._train_prompts = self._prompts(train_dataset, "train_dataset", args)
-        self._eval_prompts = self._all_eval_prompts(eval_dataset, args)
-        check_enough_prompts(self._train_prompts, args)
+        self._train_prompts = training_prompts(train_dataset, tokenizer, args)
+        self._eval_prompts = evaluation_prompts(eval_dataset, tokenizer, args)
+        self._pretraining = PretrainingMix.of(ptx_dataset, tokenizer, self.base, args)
         check_lengths([self._train_prompts, *self._eval_prompts.values()], self.base, args)
+        self.args = args
+        check_best_metric(self.evaluation_metric_names(), args)
 
         self._progress = PhaseProgressCallback()
         self._means = RunningMeans()
         self._clock = PhaseClock()
         self._scored: ScoredRollout | None = None
+        self._checks_due = self._trained = False
+        self._health: HealthMonitor | None = None
         self.kl_controller = kl_controller(args.kl_coef, args.kl_target, args.kl_horizon)
         self._states: dict[str, Stateful] = {"kl": self.kl_controller, "scores": self._collector.normalizer}
         super().__init__(
@@ -157,7 +170,7 @@ class PPOTrainer(Trainer):
             callbacks=[*(callbacks or []), IterationEndCallback(args.steps_per_iteration)],
             optimizers=optimizers,
         )
-        self._update = PolicyValueUpdate(self.base, args, self.accelerator, self._means)
+        self._update = PolicyValueUpdate(self.base, args, self.accelerator, self._means, self._pretraining)
         for function in functions:
             if isinstance(function, ModelReward):
                 function.to(self.accelerator.device)
@@ -167,9 +180,13 @@ class PPOTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """See ``Trainer.train``. What an earlier call left unlogged is forgotten."""
         self._means, self._clock = RunningMeans(), PhaseClock()
-        self._scored = None
-        self._update = PolicyValueUpdate(self.base, self.args, self.accelerator, self._means)
-        return super().train(*args, **kwargs)
+        self._health = None
+        self._scored, self._checks_due = None, self.args.startup_checks != "off"
+        self._update = PolicyValueUpdate(self.base, self.args, self.accelerator, self._means, self._pretraining)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._trained = True
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback; what holds things back until an iteration's end stays the last, so it sees every wish."""
@@ -185,7 +202,7 @@ class PPOTrainer(Trainer):
         stream = ExperienceStream(
             self.collect,
             lambda: self.state.global_step // self.args.steps_per_iteration,
-            -(-len(self._train_prompts) // self.args.batch_size),
+            iterations_of_epoch(self._train_prompts, self.args),
             self.args,
             self.args.seed + self.args.process_index,
         )
@@ -195,7 +212,9 @@ class PPOTrainer(Trainer):
         """Sample a response to each prompt of an iteration, score them, and estimate the advantages."""
         self._close_iteration()
         self._measure_demonstrations()
-        prompts = self._iteration_prompts(iteration)
+        prompts = iteration_prompts(self._train_prompts, iteration, self.args)
+        if self._checks_due:
+            self._check_startup(prompts.first(MOST_ROWS), iteration)
         self._enter("sampling")
         rollout = self._collector.sample(prompts, _ROLLOUTS, iteration)
         self._enter("scoring")
@@ -207,6 +226,25 @@ class PPOTrainer(Trainer):
         self._adapt_kl(self._scored.metrics["objective/kl"])
         self._enter("updating")
         return self._scored.experience
+
+    def _check_startup(self, prompts: Prompts, iteration: int) -> None:
+        """Answer some of the first prompts, show what is seen, and stop where it is wrong."""
+        self._checks_due = False
+        sample = take_sample(
+            self.base,
+            self._collector,
+            prompts,
+            self.args,
+            self.kl_controller.value,
+            self.accelerator.gather,
+            self.state,
+        )
+        fresh = iteration == 0 and not self._trained
+        checks = judge(sample, self.base, self.scorer, self._train_prompts, self._tokenizer, self.args, fresh)
+        if self.is_world_process_zero():
+            self._progress.clear()
+            print_table(startup_panel(self.base, checks))
+        raise_for(checks)
 
     def _adapt_kl(self, kl: Tensor) -> None:
         """Let the coefficient of the next iteration follow from the KL of this one, the mean over all processes."""
@@ -242,7 +280,7 @@ class PPOTrainer(Trainer):
             self.optimizer.train()  # schedule-free optimizers have a mode
         loss = self._update.gradients(model, inputs)
         if self.accelerator.sync_gradients:
-            self._update.finish_step(self.state.global_step + 1)
+            loss = loss + self._update.finish_step(model, self.state.global_step)
         return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -269,7 +307,7 @@ class PPOTrainer(Trainer):
 
     def evaluate(
         self,
-        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        eval_dataset: EvalDataset = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
@@ -281,7 +319,8 @@ class PPOTrainer(Trainer):
         Returns:
             ``{prefix}_objective/scores``, ``{prefix}_objective/kl`` (nats a response), ``{prefix}_completions/...``.
         """
-        prompts = self._eval_prompts if eval_dataset is None else self._all_eval_prompts(eval_dataset, self.args)
+        given = eval_dataset is not None
+        prompts = evaluation_prompts(eval_dataset, self._tokenizer, self.args) if given else self._eval_prompts
         if not prompts:
             raise ValueError("evaluate() needs prompts: give eval_dataset to the trainer or to this call.")
         self._close_iteration()
@@ -293,20 +332,28 @@ class PPOTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def evaluation_metric_names(self) -> list[str]:
+        """What :meth:`evaluate` reports of the trainer's own evaluation prompts, where every reward source scores."""
+        names = evaluation_metrics(self.scorer.names, self.args)
+        return [f"eval_{part}_{name}" if part else f"eval_{name}" for part in self._eval_prompts for name in names]
+
     def _evaluate_prompts(self, dataset: PromptDataset, prefix: str) -> dict[str, float]:
-        means, started = RunningMeans(), time.perf_counter()
-        rows = range(self.args.process_index, len(dataset), self.args.world_size)
-        # A process without rows takes one that counts nothing: all of them have to meet in the sums below.
-        prompts = dataset.batch(rows or [0])
-        rollout = self._collector.sample(prompts, _EVALUATIONS, 0)
-        scored = self._collector.score(prompts, rollout, self.kl_controller.value, trainer_state=self.state)
-        means.add(scored.metrics, weight=float(len(rows)))
+        started = time.perf_counter()
+        scored, seen = evaluate_prompts(
+            self._collector, dataset, self.args, self.accelerator, self.kl_controller.value, self.state
+        )
         if self.args.log_completions:
             self._print_completions(scored, f"Evaluation at step {self.state.global_step}")
-        seen = {
-            f"{prefix}_{name}": value for name, value in means.pop(self._sum_over_processes, gather_object).items()
+        return {f"{prefix}_{name}": value for name, value in seen.items()} | {
+            f"{prefix}_runtime": time.perf_counter() - started
         }
-        return seen | {f"{prefix}_runtime": time.perf_counter() - started}
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Trainer's; what is to be loaded at the end has to be saved, also where no checkpoint is due."""
+        is_best: bool = super()._determine_best_metric(metrics, trial)
+        if is_best and self.args.load_best_model_at_end:
+            self.control.should_save = True
+        return is_best
 
     # Logging
 
@@ -317,9 +364,24 @@ class PPOTrainer(Trainer):
             logs = {**logs, **self._means.pop(self._sum_over_processes, gather_object), **_memory()}
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
+            if self.args.health_warnings:
+                logs["health/warnings"] = float(self._warn_of_health(logs))
             if self.args.log_completions and self._scored is not None:
                 self._print_completions(self._scored, f"Step {self.state.global_step}")
         super().log(logs, start_time)
+
+    def _warn_of_health(self, logs: dict[str, float]) -> int:
+        """Say what is unhealthy since this log; how many warnings that are."""
+        if self._health is None:
+            unweighted = [n for n, weight in zip(self.scorer.names, self.scorer.weights, strict=True) if not weight]
+            history = [entry for entry in self.state.log_history if "loss" in entry]
+            limits = Limits(kl_bound(self.args.kl_warning, self.args.kl_target), unweighted)
+            self._health = HealthMonitor(limits, self.args.steps_per_iteration, history)
+        told = self._health.observe({**logs, "step": self.state.global_step})
+        for text in told if self.is_world_process_zero() else []:
+            self._progress.clear()
+            print_warning(text)
+        return len(told)
 
     def _enter(self, phase: str) -> None:
         self._clock.enter(phase)
@@ -423,7 +485,9 @@ class PPOTrainer(Trainer):
 
     def _schedule(self) -> dict[str, int]:
         """What has to stay as it is for a run to be resumed."""
-        return {"steps_per_iteration": self.args.steps_per_iteration, "batch_size": self.args.batch_size}
+        args = self.args
+        several = {"num_generations": args.num_generations} if args.num_generations > 1 else {}
+        return {"steps_per_iteration": args.steps_per_iteration, "batch_size": args.batch_size, **several}
 
     def _reward_description(self) -> dict[str, Any]:
         """How scores become rewards, for the manifest."""
@@ -434,27 +498,6 @@ class PPOTrainer(Trainer):
             "whitened": args.whiten_rewards,
             **{name: getattr(args, name) for name in _SCORE_OPTIONS},
         }
-
-    # Prompts
-
-    def _prompts(self, dataset: Dataset | None, name: str, args: PPOConfig) -> PromptDataset:
-        if dataset is None:
-            raise ValueError(f"{name} is None; expected a datasets.Dataset with a 'prompt' column.")
-        return PromptDataset(dataset, self._tokenizer, args.max_prompt_length, args.overlong_prompts, name)
-
-    def _all_eval_prompts(self, dataset: Any, args: PPOConfig) -> dict[str, PromptDataset]:
-        named = dataset if isinstance(dataset, dict) else {"": dataset}
-        return {
-            name: self._prompts(part, f"eval_dataset {name}".strip(), args)
-            for name, part in named.items()
-            if part is not None
-        }
-
-    def _iteration_prompts(self, iteration: int) -> Prompts:
-        args = self.args
-        rows = iteration_rows(iteration, args.batch_size, len(self._train_prompts), args.seed)
-        start = args.process_index * args.local_batch_size
-        return self._train_prompts.batch(rows[start : start + args.local_batch_size])
 
 
 def _memory() -> dict[str, float]:

@@ -31,6 +31,19 @@ class Prompts:
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
+    def first(self, count: int) -> Prompts:
+        """At most so many of them."""
+        columns = {name: column[:count] for name, column in self.columns.items()}
+        return Prompts(self.input_ids[:count], self.attention_mask[:count], columns)
+
+    def repeat(self, times: int) -> Prompts:
+        """Each prompt ``times`` times, the copies of one side by side."""
+        return Prompts(
+            input_ids=self.input_ids.repeat_interleave(times, dim=0),
+            attention_mask=self.attention_mask.repeat_interleave(times, dim=0),
+            columns={name: [value for value in column for _ in range(times)] for name, column in self.columns.items()},
+        )
+
 
 @dataclass(frozen=True)
 class Rollout:

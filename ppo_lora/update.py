@@ -21,6 +21,7 @@ from .losses import (
 )
 from .masking import Reduce
 from .metrics import RunningMeans
+from .pretraining import PretrainingMix
 from .roles import Role
 from .shared_base import SharedBase
 from .types import Experience
@@ -74,10 +75,19 @@ class PolicyValueUpdate:
         config: losses and their options.
         accelerator: the trainer's; runs the backward passes, and sums over processes.
         means: where what is watched goes.
+        pretraining: what is mixed in; None for nothing.
     """
 
-    def __init__(self, base: SharedBase, config: PPOConfig, accelerator: Any, means: RunningMeans):
+    def __init__(
+        self,
+        base: SharedBase,
+        config: PPOConfig,
+        accelerator: Any,
+        means: RunningMeans,
+        pretraining: PretrainingMix | None = None,
+    ):
         self.base, self.config, self.accelerator, self.means = base, config, accelerator, means
+        self._pretraining = pretraining
         self._seen: list[tuple[Experience, Tensor, Tensor]] = []
         self._moved: list[Tensor] = []
         self.begin_iteration(0)
@@ -111,18 +121,38 @@ class PolicyValueUpdate:
         total = total + self.config.vf_coef * self._value_gradients(model, batch)
         return total * self.accelerator.num_processes
 
-    def finish_step(self, step: int) -> None:
-        """Look at the whole step before the optimizer takes it; waits for the device once.
+    def finish_step(self, model: nn.Module, step: int) -> Tensor:
+        """Look at the whole step before the optimizer takes it, and add the pretraining mix's gradient if it is taken.
+
+        Args:
+            model: the base as the trainer wrapped it.
+            step: optimizer steps before this one.
+
+        Returns:
+            The mix's part of the loss, as :meth:`gradients` returns the others.
 
         Raises:
             FloatingPointError: a gradient is not finite; the weights are as before the step.
         """
+        total = torch.zeros((), device=self.accelerator.device)
         if self._should_skip():
             self._drop_gradients(*Role)
         elif self._policy_waits:
             self._drop_gradients(Role.POLICY)
+        elif self._pretraining is not None:
+            total = self._pretraining_gradients(model, self._pretraining, step)
         seen, self._seen, self._moved = self._seen, [], []
-        self._stop_if_not_finite(seen, step)
+        self._stop_if_not_finite(seen, step + 1)
+        return total * self.accelerator.num_processes
+
+    def _pretraining_gradients(self, model: nn.Module, mix: PretrainingMix, step: int) -> Tensor:
+        total = torch.zeros((), device=self.accelerator.device)
+        for batch in mix.batches_of_step(step, self.accelerator):
+            loss = mix.loss(model, batch)
+            self._backward(self.config.ptx_coef * loss)
+            self.means.add({"loss/ptx_avg": loss / batch.portion}, weight=batch.portion)
+            total = total + self.config.ptx_coef * loss.detach()
+        return total
 
     def _policy_gradients(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         config, rows, weights = self.config, batch.experience, batch.weights

@@ -25,17 +25,25 @@ _POSITIVE_INTEGERS = (
     "kl_horizon",
     "reward_server_concurrency",
     "reward_server_batch_size",
+    "num_generations",
+    "ptx_max_length",
 )
 _POSITIVE = ("temperature", "cliprange", "cliprange_value", "reward_server_timeout")
 _UNIT = ("gamma", "lam")
-_NOT_NEGATIVE = ("kl_coef", "vf_coef", "entropy_coef", "learning_rate", "num_completions_to_print")
+_NOT_NEGATIVE = (
+    *("kl_coef", "vf_coef", "entropy_coef", "ptx_coef"),
+    *("learning_rate", "num_completions_to_print"),
+)
 _OPTIONAL_POSITIVE = (
     *("value_learning_rate", "missing_eos_penalty", "kl_target", "target_kl", "cliprange_high"),
-    *("importance_sampling_cap", "score_clip", "overlong_penalty"),
+    *("importance_sampling_cap", "kl_warning", "score_clip", "overlong_penalty"),
 )
 _OVER_ONE = ("dual_clip", "ratio_threshold")
 _INTEGERS = ("value_warmup_iterations", "reward_server_retries")
-_OPTIONAL_POSITIVE_INTEGERS = ("max_prompt_length", "total_episodes", "overlong_buffer_length")
+_OPTIONAL_POSITIVE_INTEGERS = (
+    *("max_prompt_length", "total_episodes", "num_generations_eval", "ptx_batch_size"),
+    "overlong_buffer_length",
+)
 
 
 _NUMBERS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
@@ -57,6 +65,7 @@ _CHOICES = {
     "loss_aggregation": list(LOSS_AGGREGATIONS),
     "overlong_prompts": ["truncate", "drop"],
     "score_normalization": list(SCORE_NORMALIZATIONS),
+    "startup_checks": ["error", "warn", "off"],
 }
 
 
@@ -72,6 +81,7 @@ def check_config(config: Any) -> None:
     _check_numbers(config)
     _check_sampling(config)
     _check_missing_eos(config)
+    _check_data(config)
     _check_contradictions(config)
     _check_unsupported(config)
 
@@ -146,6 +156,11 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "kl_coef=0 stays 0, since it is adapted by factors; start above 0",
     ),
     (
+        "kl_warning",
+        lambda c: not c.health_warnings and c.kl_warning != _default(c, "kl_warning"),
+        "health_warnings=False says nothing; leave one of them out",
+    ),
+    (
         "kl_in",
         lambda c: c.kl_in == "loss" and c.kl_coef == 0,
         "kl_coef=0 takes the KL out of the loss again; set kl_coef, or leave kl_in out",
@@ -189,6 +204,27 @@ def _check_missing_eos(config: Any) -> None:
         raise ValueError(
             f"Both missing_eos_penalty={config.missing_eos_penalty} (subtract) and "
             f"missing_eos_score={config.missing_eos_score} (replace) are given; set one of them."
+        )
+
+
+def _check_data(config: Any) -> None:
+    if config.local_batch_size % config.num_generations:
+        raise ValueError(
+            f"num_generations is {config.num_generations}; expected a number that divides the "
+            f"{config.local_batch_size} rows per process and iteration (per_device_train_batch_size "
+            f"{config.per_device_train_batch_size} * "
+            f"gradient_accumulation_steps {config.gradient_accumulation_steps} * num_mini_batches "
+            f"{config.num_mini_batches}): all responses to a prompt are sampled in one process."
+        )
+    if config.ptx_batch_size is not None and not config.ptx_coef:
+        raise ValueError(
+            f"ptx_batch_size is {config.ptx_batch_size}, but ptx_coef is 0, so there is no pretraining mix. Set "
+            "ptx_coef, or leave ptx_batch_size out."
+        )
+    if config.save_strategy == "best" and config.eval_strategy == "no":
+        raise ValueError(
+            "save_strategy is 'best', but eval_strategy is 'no', so nothing would ever be saved. Set "
+            "eval_strategy='steps' and eval_steps."
         )
 
 

@@ -5,10 +5,11 @@ accelerate launch scripts/ppo.py --config configs/quickstart/ppo.yaml [--option 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
 from ppo_lora import HubError, PPOConfig, PPOTrainer, RewardSourceError, hub_errors, reward_source
@@ -51,41 +52,58 @@ class PPOScriptArguments(ScriptArguments):
         metadata={"help": "Prompts and completions whose mean score is to be 0, for score_normalization: dataset."},
     )
     demonstration_dataset_split: str = field(default="train", metadata={"help": "Which split of it."})
+    ptx_dataset_name: str | None = field(
+        default=None,
+        metadata={"help": "Data set of the pretraining mix (--ptx_coef): text, or as `trl sft` takes it."},
+    )
+    ptx_dataset_config: str | None = field(default=None, metadata={"help": "Its configuration."})
+    ptx_dataset_split: str = field(default="train", metadata={"help": "Its split."})
 
 
-def load_splits(script_args: PPOScriptArguments, evaluates: bool) -> tuple[Dataset, Dataset | None]:
+def load_splits(script_args: PPOScriptArguments, evaluates: bool) -> list[Dataset | IterableDataset]:
     """The prompts to train on and, where it is asked for, those to evaluate on."""
+    name = script_args.dataset_name
+    with hub_errors("data set", name):
+        dataset = load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
     wanted = {"dataset_train_split": script_args.dataset_train_split}
     if evaluates:
         wanted["dataset_test_split"] = script_args.dataset_test_split
-    train, *test = _splits(script_args.dataset_name, script_args.dataset_config, wanted)
-    return train, test[0] if test else None
+    return [chosen_split(dataset, name, option, split) for option, split in wanted.items()]
 
 
 def load_demonstrations(script_args: PPOScriptArguments) -> Dataset | None:
     """The demonstrations whose mean score is to be 0, where there are any."""
-    if script_args.demonstration_dataset_name is None:
+    name = script_args.demonstration_dataset_name
+    if name is None:
         return None
-    wanted = {"demonstration_dataset_split": script_args.demonstration_dataset_split}
-    return _splits(script_args.demonstration_dataset_name, None, wanted)[0]
-
-
-def _splits(name: str, config: str | None, wanted: dict[str, str]) -> list[Dataset]:
-    """The splits of a data set that these options name."""
     with hub_errors("data set", name):
-        dataset = load_dataset(name, name=config)
-    for option, split in wanted.items():
-        if split not in dataset:
-            raise ValueError(
-                f"The data set {name} has the splits {sorted(dataset)}, not {split!r}. Name one with --{option}."
-            )
-    return [dataset[split] for split in wanted.values()]
+        dataset = load_dataset(name)
+    return chosen_split(dataset, name, "demonstration_dataset_split", script_args.demonstration_dataset_split)
 
 
 def reward_sources(script_args: PPOScriptArguments) -> list[Any]:
     """What scores beside the reward adapter: the reward model, then functions and servers."""
     models = [script_args.reward_model_name_or_path] if script_args.reward_model_name_or_path else []
     return [*models, *(reward_source(name) for name in script_args.reward_funcs or [])]
+
+
+def load_pretraining(script_args: PPOScriptArguments) -> Dataset | None:
+    """The data set of the pretraining mix, if there is one."""
+    name = script_args.ptx_dataset_name
+    if name is None:
+        return None
+    with hub_errors("data set", name):
+        dataset = load_dataset(name, name=script_args.ptx_dataset_config)
+    return chosen_split(dataset, name, "ptx_dataset_split", script_args.ptx_dataset_split)
+
+
+def chosen_split(dataset: Mapping[str, Any], name: str, option: str, split: str) -> Any:
+    """One split of a data set."""
+    if split not in dataset:
+        raise ValueError(
+            f"The data set {name} has the splits {sorted(dataset)}, not {split!r}. Name one with --{option}."
+        )
+    return dataset[split]
 
 
 def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: ModelConfig) -> None:
@@ -97,13 +115,13 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    train_dataset, eval_dataset = load_splits(script_args, training_args.eval_strategy != "no")
+    train_dataset, *eval_dataset = load_splits(script_args, training_args.eval_strategy != "no")
     trainer = PPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=reward_sources(script_args),
         args=training_args,
         train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
+        eval_dataset=eval_dataset[0] if eval_dataset else None,
         demonstration_dataset=load_demonstrations(script_args),
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
@@ -111,6 +129,7 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
         reference_adapter=script_args.reference_adapter,
         value_adapter=script_args.value_adapter,
         reward_adapter=script_args.reward_adapter,
+        ptx_dataset=load_pretraining(script_args),
     )
     resume = training_args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)

@@ -25,6 +25,7 @@ def config(folder, **changes) -> PPOConfig:
         "disable_tqdm": True,
         "use_cpu": True,
         "report_to": "none",
+        "startup_checks": "off",
         **changes,
     }
     return PPOConfig(output_dir=str(folder), **settings)

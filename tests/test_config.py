@@ -25,6 +25,7 @@ INHERITED = {field.name for field in fields(TrainingArguments)}
 # One value other than the default for each field; top_p takes no other.
 SETTINGS = {
     "metric_for_best_model": "objective/kl",
+    "greater_is_better": True,
     "learning_rate": 3e-4,
     "adam_epsilon": 1e-6,
     "logging_steps": 7,
@@ -44,6 +45,8 @@ SETTINGS = {
     "generation_kwargs": {"max_time": 12.5},
     "stop_token_ids": [5, 6],
     "local_rollout_forward_batch_size": 11,
+    "num_generations": 4,
+    "num_generations_eval": 8,
     "total_episodes": 640,
     "reward_weights": [1.0, 0.25],
     "kl_coef": 0.125,
@@ -81,11 +84,20 @@ SETTINGS = {
     "cliprange_value": 0.4,
     "vf_coef": 0.5,
     "entropy_coef": 0.01,
+    "ptx_coef": 27.8,
+    "ptx_batch_size": 3,
+    "ptx_max_length": 55,
     "value_learning_rate": 2e-4,
     "log_completions": True,
     "num_completions_to_print": 9,
+    "startup_checks": "warn",
+    "health_warnings": False,
+    "kl_warning": 25.0,
 }
-EXCLUSIVE = (("missing_eos_penalty", "kl_in"), ("missing_eos_score", "normalize_kl_by_length"))
+EXCLUSIVE = (
+    ("missing_eos_penalty", "kl_in", "health_warnings"),
+    ("missing_eos_score", "normalize_kl_by_length", "kl_warning"),
+)
 """Settings of which only one may be given: leaving out either of these groups makes the others possible."""
 
 
@@ -143,6 +155,11 @@ REFUSED = {
     "num_mini_batches": (AT_LEAST_ONE, 0, -3),
     "per_device_train_batch_size": (AT_LEAST_ONE, 0, -3),
     "gradient_accumulation_steps": (AT_LEAST_ONE, 0, -3),
+    "num_generations": (AT_LEAST_ONE, 0, -3),
+    "num_generations_eval": (f"{AT_LEAST_ONE}, or None", 0, -1, 2.5),
+    "ptx_coef": (AT_LEAST_ZERO, -0.1, math.nan, math.inf),
+    "ptx_batch_size": (f"{AT_LEAST_ONE}, or None", 0, -1, 2.5),
+    "ptx_max_length": (AT_LEAST_ONE, 0, -3),
     "temperature": (ABOVE_ZERO, 0.0, -0.5, math.nan, math.inf),
     "cliprange": (ABOVE_ZERO, 0.0, -0.2, math.nan, math.inf),
     "cliprange_value": (ABOVE_ZERO, 0.0, -0.2, math.nan, math.inf),
@@ -164,6 +181,7 @@ REFUSED = {
     "dual_clip": (ABOVE_ONE, 1.0, 0.2, math.nan, math.inf),
     "ratio_threshold": (ABOVE_ONE, 1.0, 0.2, math.nan, math.inf),
     "importance_sampling_cap": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
+    "kl_warning": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
     "value_warmup_iterations": ("an integer of at least 0", -1, 1.5),
     "score_clip": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
     "overlong_penalty": (OPTIONAL, 0.0, -1.0, math.nan, math.inf),
@@ -240,6 +258,8 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
             "overlong_buffer_length is 9, but no response is longer than max_completion_length; lower the buffer",
         ),
         ({"kl_horizon": 5}, "kl_horizon is 5, but kl_coef follows nothing without a kl_target; set that too"),
+        ({"startup_checks": "on"}, "startup_checks is 'on'; expected one of ['error', 'warn', 'off']."),
+        ({"health_warnings": False, "kl_warning": 9.0}, "kl_warning is 9.0, but health_warnings=False says nothing"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "kl_target is 6.0, but kl_coef=0 stays 0"),
         ({"kl_in": "loss", "kl_coef": 0.0}, "kl_in is 'loss', but kl_coef=0 takes the KL out of the loss again"),
         (
@@ -265,6 +285,21 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
         (
             {"missing_eos_penalty": 1.0, "missing_eos_score": -2.0},
             "Both missing_eos_penalty=1.0 (subtract) and missing_eos_score=-2.0 (replace) are given; set one of them.",
+        ),
+        (
+            {"num_generations": 3, "per_device_train_batch_size": 4, "num_mini_batches": 2},
+            "num_generations is 3; expected a number that divides the 8 rows per process and iteration "
+            "(per_device_train_batch_size 4 * gradient_accumulation_steps 1 * num_mini_batches 2): all responses to a "
+            "prompt are sampled in one process.",
+        ),
+        (
+            {"ptx_batch_size": 8},
+            "ptx_batch_size is 8, but ptx_coef is 0, so there is no pretraining mix. Set ptx_coef, or leave "
+            "ptx_batch_size out.",
+        ),
+        (
+            {"save_strategy": "best"},
+            "save_strategy is 'best', but eval_strategy is 'no', so nothing would ever be saved.",
         ),
         (
             {"max_steps": 9, "num_ppo_epochs": 2, "num_mini_batches": 3},
@@ -411,7 +446,36 @@ def test_a_wrong_value_in_a_file_is_named(parse):
 
 
 def test_a_saved_configuration_loads_again(make, tmp_path):
-    settings = {name: value for name, value in SETTINGS.items() if name != "missing_eos_score"}
+    settings = {name: value for name, value in SETTINGS.items() if name not in EXCLUSIVE[0]}
     saved = json.loads(make(**settings).to_json_string())
     again = PPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", **{n: saved[n] for n in settings})
     assert {name: getattr(again, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("metric", "more"),
+    [
+        *[(name, True) for name in ("objective/scores", "eval_objective/scores", "eval_kl_objective/best_of_4")],
+        *[(name, True) for name in ("rewards/kl_judge/mean", "eval_a_rewards/loss/mean", "completions/mean_length")],
+        *[(name, False) for name in ("objective/kl", "eval_objective/kl", "eval_a_objective/exact_kl")],
+        *[(name, False) for name in ("loss", "eval_loss", "loss/value_avg", "policy/approx_kl")],
+    ],
+)
+def test_more_is_better_but_of_a_kl_and_a_loss(make, metric, more):
+    assert make(metric_for_best_model=metric).greater_is_better is more
+    assert make(metric_for_best_model=metric, greater_is_better=not more).greater_is_better is not more
+
+
+def test_the_best_model_is_the_one_with_the_best_score(make):
+    best = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau"}
+    for options in ({"load_best_model_at_end": True}, {"save_strategy": "best"}, plateau):
+        config = make(**best, **options)
+        assert (config.metric_for_best_model, config.greater_is_better) == ("objective/scores", True)
+    assert make().greater_is_better is None
+
+
+def test_prompts_and_responses_of_an_iteration(make):
+    config = make(per_device_train_batch_size=4, num_mini_batches=3, num_generations=2)
+    assert (config.batch_size, config.prompts_per_iteration, config.samples_per_eval_prompt) == (12, 6, 2)
+    assert make(num_generations_eval=5).samples_per_eval_prompt == 5

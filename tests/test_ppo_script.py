@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +34,8 @@ report_to: none
 
 
 def _run(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    (folder / "texts").mkdir()
+    (folder / "texts" / "train.jsonl").write_text("".join(f'{{"text": "w{3 + i} w{9 + i}"}}\n' for i in range(8)))
     base = save_tiny_model(folder / "base")
     data = folder / "data"
     data.mkdir()
@@ -90,6 +94,37 @@ def test_a_reward_server_that_is_not_there_is_told_in_one_line(tmp_path):
     assert result.returncode == 1 and "Traceback" not in result.stderr and "secret" not in result.stderr
     message = "error: The reward server http://127.0.0.1:9/score gave no rewards (asked once): ConnectError"
     assert message in result.stderr
+
+
+def test_it_streams_samples_several_mixes_texts_in_and_keeps_the_best(tmp_path):
+    more = {
+        "dataset_streaming": "true",
+        "num_generations": "2",
+        "num_generations_eval": "4",
+        "ptx_dataset_name": str(tmp_path / "texts"),
+        "ptx_coef": "0.5",
+        "load_best_model_at_end": "true",
+        "metric_for_best_model": "objective/best_of_4",
+        "save_strategy": "steps",
+        "save_steps": "2",
+        "logging_steps": "2",
+    }
+    result = _run(tmp_path, *(part for name, value in more.items() for part in (f"--{name}", value)))
+    assert result.returncode == 0, result.stderr[-3000:]
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    assert "objective/best_of_4" in str(state["log_history"]) and "loss/ptx_avg" in str(state["log_history"])
+    assert state["best_model_checkpoint"] == str(tmp_path / "run" / f"checkpoint-{state['best_global_step']}")
+
+
+def test_a_split_that_is_not_there_is_named(monkeypatch):
+    spec = importlib.util.spec_from_file_location("ppo_script", ROOT / "scripts" / "ppo.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, script)
+    spec.loader.exec_module(script)
+    message = "The data set texts has the splits ['train'], not 'none'. Name one with --ptx_dataset_split."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        script.chosen_split({"train": 1}, "texts", "ptx_dataset_split", "none")
+    assert script.chosen_split({"train": 1}, "texts", "ptx_dataset_split", "train") == 1
 
 
 def test_an_unknown_option_in_the_yaml_is_an_error(tmp_path):

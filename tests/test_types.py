@@ -143,3 +143,11 @@ def test_records_are_frozen():
     for record, name in ((_experience([1], [1]), "scores"), (Prompts(torch.zeros(1, 1), torch.ones(1, 1)), "columns")):
         with pytest.raises(FrozenInstanceError):
             setattr(record, name, None)
+
+
+def test_repeated_prompts_lie_side_by_side():
+    ids, mask = torch.tensor([[0, 5], [6, 7]]), torch.tensor([[False, True], [True, True]])
+    twice = Prompts(ids, mask, {"prompt": ["a", "b"], "n": [1, 2]}).repeat(2)
+    assert twice.input_ids.tolist() == [[0, 5], [0, 5], [6, 7], [6, 7]]
+    assert twice.attention_mask.tolist() == [[False, True]] * 2 + [[True, True]] * 2
+    assert twice.columns == {"prompt": ["a", "a", "b", "b"], "n": [1, 1, 2, 2]}

@@ -109,9 +109,9 @@ def closed_gap(folder, seed: int, iterations: int, base: SharedBase | None = Non
 def variant(name: str, folder, seed: int, iterations: int) -> float:
     """The gap that is closed with other options, which all have the same optimum."""
     if name == "adaptive KL":
-        # The target is the optimum's own KL, so that the coefficient has to find its way from 0.3 to KL_COEF.
+        # The target is the optimum's own KL, so that the coefficient has to find its way from 1.5 to KL_COEF.
         target = optimal_kl(distinct_base(), reward_table(len(PROMPTS), seed=seed))
-        return closed_gap(folder, seed, iterations, kl_coef=0.3 * KL_COEF, kl_target=target, kl_horizon=1000)
+        return closed_gap(folder, seed, iterations, kl_coef=1.5 * KL_COEF, kl_target=target, kl_horizon=4000)
     if name == "KL in the loss":
         return closed_gap(folder, seed, iterations, kl_in="loss", kl_estimator="k3")
     if name == "shared value adapter":

@@ -72,6 +72,23 @@ def test_the_step_of_two_processes_is_that_of_one(tmp_path, experience):
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
 
 
+def test_the_mixed_step_and_the_evaluation_of_two_processes_are_those_of_one(tmp_path, experience):
+    """Five evaluation prompts, so that the processes have three and two; three responses to each."""
+    base, rows = experience
+    more = "--max_steps 1 --ptx_coef 1.0 --num_generations 2 --num_generations_eval 3 --evaluate".split()
+    for processes, size in ((1, "4"), (2, "2")):
+        given = ("--per_device_train_batch_size", size, "--experience", str(rows))
+        _run(processes, base, tmp_path / str(processes), *given, *more)
+    one, two = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("1", "2"))
+    assert any(tensor.abs().max() > 0 for key, tensor in one.items() if "lora_B" in key)
+    for key, tensor in one.items():
+        torch.testing.assert_close(two[key], tensor, rtol=1e-4, atol=1e-6)
+    one, two = (json.loads((tmp_path / n / "evaluation.json").read_text()) for n in ("1", "2"))
+    assert one.keys() == two.keys() and "eval_objective/best_of_2" in one
+    for name in one.keys() - {"eval_runtime"}:
+        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
+
+
 def test_two_processes_share_the_prompts_and_sample_for_themselves(tmp_path, monkeypatch):
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     base = save_tiny_model(tmp_path / "base")

@@ -54,10 +54,13 @@ def base(request, tmp_path):
 
 
 STATE = "--kl_target 0.01 --kl_horizon 40 --value_warmup_iterations 1".split()
+DATA = "--stream --num_generations 2 --ptx_coef 0.5 --overlong_prompts drop --max_prompt_length 3".split()
 
 
 @pytest.mark.parametrize(
-    ("base", "step", "more"), [("float32", 4, []), ("nf4", 12, []), ("float32", 8, STATE)], indirect=["base"]
+    ("base", "step", "more"),
+    [("float32", 4, []), ("nf4", 12, []), ("float32", 8, [*STATE, *DATA])],
+    indirect=["base"],
 )
 def test_a_killed_run_resumes_bit_for_bit(base, step, more, tmp_path):
     """Two iterations use every prompt: steps 4 and 12 are in the middle of a pass, the first and the second one."""

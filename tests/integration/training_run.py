@@ -1,17 +1,20 @@
 """A small PPO run as a program of its own, for tests that need fresh processes.
 
-training_run.py BASE OUTPUT_DIR [--resume CHECKPOINT] [--die_at STEP] [--experience FILE] [--option value ...]
+training_run.py BASE OUTPUT_DIR [--resume CHECKPOINT] [--die_at STEP] [--experience FILE] [--stream]
+    [--evaluate] [--option value ...]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, HfArgumentParser, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -45,6 +48,8 @@ def main() -> None:
     own.add_argument("--resume")
     own.add_argument("--die_at", type=int, default=-1)
     own.add_argument("--experience")
+    own.add_argument("--stream", action="store_true")
+    own.add_argument("--evaluate", action="store_true")
     given, rest = own.parse_known_args()
     fixed = ["--output_dir", given.output_dir, "--use_cpu", "--report_to", "none", "--disable_tqdm", "true"]
     (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses([*fixed, *rest])
@@ -52,11 +57,17 @@ def main() -> None:
         AutoModelForCausalLM.from_pretrained(given.base),
         count_w5,
         args,
-        prompts(24),
+        prompts(24).to_iterable_dataset().shuffle(seed=5, buffer_size=9) if given.stream else prompts(24),
         prompts(5),
         tiny_tokenizer(),
         callbacks=[DieAt(given.die_at)],
+        ptx_dataset=Dataset.from_dict({"text": prompts(10)["prompt"]}) if args.ptx_coef else None,
     )
+    if given.evaluate:
+        metrics = trainer.evaluate()
+        if trainer.is_world_process_zero():
+            Path(given.output_dir).mkdir(parents=True, exist_ok=True)
+            (Path(given.output_dir) / "evaluation.json").write_text(json.dumps(metrics))
     if given.experience:
         everything = Experience(**torch.load(given.experience))
         size = len(everything) // args.world_size
