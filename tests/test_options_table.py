@@ -66,6 +66,8 @@ def test_every_metric_that_is_logged_is_documented(tmp_path):
         log_exact_kl=True,
         importance_sampling_cap=2.0,
         target_kl=1.0,
+        score_normalization="running",
+        reward_funcs=lambda completion_ids, **kwargs: [[1.0] * len(ids) for ids in completion_ids],
     )
     made.train()
     logged = {name for entry in made.state.log_history for name in entry}
