@@ -220,6 +220,13 @@ def check_rewards(sample: Sample, weights: Mapping[str, float], models: Iterable
     counted = {name: sample.sources[name] for name, weight in weights.items() if weight}
     given = ", ".join(f"{name} {_range(values)}" for name, values in counted.items())
     seen = f"all {rows} responses have the score {low:.4g} ({given})"
+    total = torch.stack([weights[name] * values.nan_to_num(nan=0.0) for name, values in counted.items()]).sum(dim=0)
+    if total.min() != total.max():
+        text = (
+            f"{seen}: the sources differ, and what is done about responses without a stop token, or clipping, makes "
+            "them one. Raise max_completion_length or score_clip if that stays so."
+        )
+        return Check("reward spread", "warning", text)
     if sample.distinct < 2:
         return Check("reward spread", "warning", f"{seen}, and all are the same. Raise temperature.")
     sparse = all(not values.nan_to_num(nan=0.0).any() for values in counted.values()) and not {*models} & {*counted}

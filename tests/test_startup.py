@@ -150,6 +150,7 @@ NAN = float("nan")
         (sample((2.0, 2.0), distinct=1), {"f": 1.0}, (), "warning"),
         (sample((0.0, 0.0), {"f": (0.0, NAN), "gold": (1.0, 2.0)}), {"f": 1.0, "gold": 0.0}, (), "warning"),
         (sample((0.0, 0.0), {"f": (1.0, 2.0), "g": (-1.0, -2.0)}), {"f": 1.0, "g": 1.0}, (), "error"),
+        (sample((-1.0, -1.0), {"f": (1.0, 2.0)}), {"f": 1.0}, ("f",), "warning"),  # no response ended
     ],
 )
 def test_reward_spread(made, source_weights, models, status):

@@ -21,7 +21,8 @@ from ppo_lora import PPOConfig, PPOTrainer
 RUN = Path(__file__).with_name("training_run.py")
 OPTIONS = (
     "--num_ppo_epochs 1 --num_mini_batches 1 --gradient_accumulation_steps 2 --max_completion_length 6 "
-    "--learning_rate 1.0 --optim sgd --max_grad_norm 0 --save_strategy no"
+    "--learning_rate 1.0 --optim sgd --max_grad_norm 0 --save_strategy no "
+    "--startup_checks off"
 ).split()
 
 
@@ -99,10 +100,22 @@ def test_two_processes_share_the_prompts_and_sample_for_themselves(tmp_path, mon
     assert sorted(seen[0] + seen[1]) == sorted(prompts(24)["prompt"])
 
 
-def test_two_processes_have_the_moments_of_all_scores_and_log_what_one_of_them_saw(tmp_path):
+def test_two_processes_have_the_moments_of_all_scores_and_log_what_one_of_them_saw(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOG_RANK", "1")
     base = save_tiny_model(tmp_path / "base")
     more = "--per_device_train_batch_size 3 --max_steps 2 --logging_steps 1 --save_strategy steps".split()
-    _run(2, base, tmp_path / "run", *more, "--save_steps", "2", "--score_normalization", "running")
+    _run(
+        2,
+        base,
+        tmp_path / "run",
+        *more,
+        "--save_steps",
+        "2",
+        "--score_normalization",
+        "running",
+        "--startup_checks",
+        "warn",
+    )
     state = json.loads((tmp_path / "run" / "checkpoint-2" / "ppo_state.json").read_text())["scores"]
     history = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
     assert state["count"] == 2 * 2 * 6

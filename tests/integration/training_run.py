@@ -24,7 +24,7 @@ from ppo_lora import Experience, PPOConfig, PPOTrainer  # noqa: E402
 
 def count_w5(completions, prompts, trainer_state, log_metric, **kwargs):
     rank = int(os.environ.get("RANK", 0))
-    if "RANK" in os.environ and (rank == 0 or trainer_state.global_step > 0):
+    if "LOG_RANK" in os.environ and (rank == 0 or trainer_state.global_step > 0):
         log_metric(f"rank_{rank}", 1.0 + 4.0 * rank)  # what one process logs and the other does not
     if "SEEN" in os.environ:
         with open(f"{os.environ['SEEN']}.{os.environ['RANK']}", "a") as file:
