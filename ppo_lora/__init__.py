@@ -27,6 +27,7 @@ from .rewards import kl_penalty, token_rewards
 from .roles import Role
 from .scorers import Scorer
 from .shared_base import SharedBase
+from .startup import StartupError
 from .statistics import best_of_n, best_of_n_kl, bootstrap_interval, distinct_n, win_rate
 from .trainer import PPOTrainer
 from .types import Experience, Prompts, Rollout
@@ -53,6 +54,7 @@ __all__ = [
     "ScalarHead",
     "Scorer",
     "SharedBase",
+    "StartupError",
     "__version__",
     "best_of_n",
     "best_of_n_kl",

@@ -33,6 +33,10 @@ _RATIO_TOLERANCE = 1e-5
 _STYLES = {"ok": "green", "shown": "cyan", "warning": "yellow", "error": "bold red"}
 
 
+class StartupError(ValueError):
+    """A startup check failed."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One line of the panel: its name, ``ok``, ``shown``, ``warning`` or ``error``, and what was seen."""
@@ -391,9 +395,9 @@ def raise_for(checks: Iterable[Check]) -> None:
     """Stop where a check failed.
 
     Raises:
-        ValueError: what was seen, and what to do.
+        StartupError: what was seen, and what to do.
     """
     failed = [check for check in checks if check.status == "error"]
     if failed:
         seen = " ".join(f"{check.name}: {check.seen}" for check in failed)
-        raise ValueError(f"Startup check failed. {seen} (startup_checks='warn' trains all the same.)")
+        raise StartupError(f"Startup check failed. {seen} (startup_checks='warn' trains all the same.)")

@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset, load_dataset
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-from ppo_lora import HubError, PPOConfig, PPOTrainer, RewardSourceError, hub_errors, reward_source
+from ppo_lora import HubError, PPOConfig, PPOTrainer, RewardSourceError, StartupError, hub_errors, reward_source
 
 
 @dataclass
@@ -106,8 +106,8 @@ def chosen_split(dataset: Mapping[str, Any], name: str, option: str, split: str)
     return dataset[split]
 
 
-def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: ModelConfig) -> None:
-    """Build the trainer from the arguments, train, save."""
+def build(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: ModelConfig) -> PPOTrainer:
+    """The trainer that the arguments describe."""
     model_args.use_peft = True
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -116,7 +116,7 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
         **(training_args.model_init_kwargs or {}),
     }
     train_dataset, *eval_dataset = load_splits(script_args, training_args.eval_strategy != "no")
-    trainer = PPOTrainer(
+    return PPOTrainer(
         model=model_args.model_name_or_path,
         reward_funcs=reward_sources(script_args),
         args=training_args,
@@ -131,18 +131,37 @@ def main(script_args: PPOScriptArguments, training_args: PPOConfig, model_args: 
         reward_adapter=script_args.reward_adapter,
         ptx_dataset=load_pretraining(script_args),
     )
-    resume = training_args.resume_from_checkpoint
+
+
+def train(trainer: PPOTrainer, dataset_name: str | None) -> None:
+    """Train, save, and push where that is asked for."""
+    args = trainer.args
+    resume = args.resume_from_checkpoint
     trainer.train(resume_from_checkpoint=True if resume in ("true", "True") else resume)
     trainer.save_state()
-    trainer.save_model(training_args.output_dir)
-    trainer.create_model_card(dataset_name=script_args.dataset_name)
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    trainer.save_model(args.output_dir)
+    trainer.create_model_card(dataset_name=dataset_name)
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=dataset_name)
+
+
+def main() -> None:
+    """Read the arguments, build the trainer, train.
+
+    Raises:
+        SystemExit: what was given cannot be trained with, or a server failed; the message is one line.
+    """
+    parser = TrlParser((PPOScriptArguments, PPOConfig, ModelConfig))
+    try:
+        script_args, training_args, model_args = parser.parse_args_and_config(fail_with_unknown_args=True)
+        trainer = build(script_args, training_args, model_args)
+    except (OSError, TypeError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
+    try:
+        train(trainer, script_args.dataset_name)
+    except (HubError, RewardSourceError, StartupError) as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":
-    parser = TrlParser((PPOScriptArguments, PPOConfig, ModelConfig))
-    try:
-        main(*parser.parse_args_and_config(fail_with_unknown_args=True))
-    except (HubError, RewardSourceError) as error:
-        raise SystemExit(f"error: {error}") from None
+    main()

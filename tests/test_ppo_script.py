@@ -131,3 +131,18 @@ def test_an_unknown_option_in_the_yaml_is_an_error(tmp_path):
     result = _run(tmp_path, "--no_such_option", "1")
     assert result.returncode != 0
     assert "no_such_option" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--kl_horizon", "5"), "error: kl_horizon is 5, but kl_coef follows nothing without a kl_target"),
+        (("--policy_adapter", "data"), "error: "),
+        (("--reward_funcs", "my_rewards.nothing"), "the module my_rewards has no function nothing"),
+    ],
+)
+def test_what_cannot_be_trained_is_told_in_one_line_and_writes_nothing(tmp_path, options, message):
+    result = _run(tmp_path, *options)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert message in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 import torch
 from datasets import Dataset
@@ -39,7 +43,7 @@ def _prompts() -> Dataset:
     return Dataset.from_dict({"prompt": [" ".join(f"w{t}" for t in PROMPTS[row]) for row in rows], "row": rows})
 
 
-def _objectives(base: SharedBase, rewards: torch.Tensor) -> tuple[float, float, float]:
+def _objectives(base: SharedBase, rewards: torch.Tensor, kl_coef: float) -> tuple[float, float, float]:
     """J of the reference, of the policy, and the largest there is, means over the prompts."""
     values = []
     for prompt, row in zip(PROMPTS, rewards, strict=True):
@@ -49,9 +53,9 @@ def _objectives(base: SharedBase, rewards: torch.Tensor) -> tuple[float, float, 
             policy = response_logprobs(base.model, prompt)
         values.append(
             [
-                objective(reference, reference, row, KL_COEF),
-                objective(policy, reference, row, KL_COEF),
-                optimum(reference, row, KL_COEF),
+                objective(reference, reference, row, kl_coef),
+                objective(policy, reference, row, kl_coef),
+                optimum(reference, row, kl_coef),
             ]
         )
     return tuple(torch.tensor(values).mean(dim=0).tolist())
@@ -71,6 +75,14 @@ def optimal_kl(base: SharedBase, rewards: torch.Tensor) -> float:
 def nf4_base(folder) -> SharedBase:
     tiny_model(vocab_size=VOCABULARY, seed=1, initializer_range=0.5).save_pretrained(folder)
     return SharedBase(AutoModelForCausalLM.from_pretrained(folder, quantization_config=nf4_config()))
+
+
+def score_unit(trainer: PPOTrainer) -> float:
+    """What PPO's score is measured in: normalised scores are in standard deviations of the scores so far."""
+    trainer.save_model(f"{trainer.args.output_dir}/checkpoint-0")
+    state = json.loads(Path(trainer.args.output_dir, "checkpoint-0", "ppo_state.json").read_text())
+    scores = state.get("scores")
+    return 1.0 if scores is None else math.sqrt(scores["squares"] / (scores["count"] - 1))
 
 
 def closed_gap(folder, seed: int, iterations: int, base: SharedBase | None = None, **options) -> float:
@@ -102,7 +114,7 @@ def closed_gap(folder, seed: int, iterations: int, base: SharedBase | None = Non
     base = distinct_base() if base is None else base
     trainer = PPOTrainer(base, TableReward(rewards), args, _prompts(), processing_class=tiny_tokenizer(VOCABULARY))
     trainer.train()
-    reference, policy, best = _objectives(base, rewards)
+    reference, policy, best = _objectives(base, rewards, KL_COEF * score_unit(trainer))
     return (policy - reference) / (best - reference)
 
 
@@ -119,10 +131,21 @@ def variant(name: str, folder, seed: int, iterations: int) -> float:
         return closed_gap(folder, seed, iterations, SharedBase(model, value="shared"))
     if name == "NF4 base":
         return closed_gap(folder, seed, iterations, nf4_base(folder / "base"))
+    if name == "reward normalisation":
+        return closed_gap(folder, seed, iterations, score_normalization="running")
+    if name == "4 samples a prompt":
+        return closed_gap(folder, seed, iterations, num_generations=4)
     raise KeyError(name)
 
 
-VARIANTS = ("adaptive KL", "KL in the loss", "shared value adapter", "NF4 base")
+VARIANTS = (
+    "adaptive KL",
+    "KL in the loss",
+    "shared value adapter",
+    "NF4 base",
+    "reward normalisation",
+    "4 samples a prompt",
+)
 
 
 def test_150_iterations_close_most_of_the_gap(tmp_path):
