@@ -302,3 +302,27 @@ def test_undeclared_refuses_and_accepts():
 def test_public_names():
     assert public_names('from .config import PPOConfig\n__all__ = ["PPOConfig", "Role"]') == {"PPOConfig", "Role"}
     assert public_names("from .config import PPOConfig") == set()
+
+
+def rooms() -> list[list[str]]:
+    """The rooms of docs/how_it_works.md, from the uppermost: modules that stand in one row of its table."""
+    page = (ROOT / "docs" / "how_it_works.md").read_text()
+    table = page.partition("## The rooms")[2].partition("\n## ")[0]
+    rows = [re.findall(r"`(\w+)`", row) for row in table.splitlines() if row.startswith("|")]
+    return [row for row in rows if row]
+
+
+def test_every_module_has_its_room():
+    modules = {path.stem for path in (ROOT / PACKAGE).glob("*.py")} - {"__init__"}
+    assert sorted(name for row in rooms() for name in row) == sorted(modules)
+
+
+def test_no_room_imports_from_one_above():
+    floor = {module: number for number, row in enumerate(rooms()) for module in row}
+    upwards = [
+        f"{module}, {imported}"
+        for module in floor
+        for imported in imports((ROOT / PACKAGE / f"{module}.py").read_text())
+        if (target := internal(imported, set(floor))) in floor and floor[target] < floor[module]
+    ]
+    assert upwards == []

@@ -68,12 +68,3 @@ def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", text):
         assert ((ROOT / page).parent / target).exists(), target
-
-
-def test_every_module_has_its_room():
-    """docs/how_it_works.md names each module of the package once in its table."""
-    page = (ROOT / "docs" / "how_it_works.md").read_text()
-    table = page.partition("## The rooms")[2].partition("\n## ")[0]
-    named = [name for row in table.splitlines() if row.startswith("|") for name in re.findall(r"`(\w+)`", row)]
-    modules = {path.stem for path in (ROOT / "ppo_lora").glob("*.py")} - {"__init__"}
-    assert sorted(named) == sorted(modules)
