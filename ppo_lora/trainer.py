@@ -353,6 +353,10 @@ class PPOTrainer(Trainer):
         is_best: bool = super()._determine_best_metric(metrics, trial)
         if is_best and self.args.load_best_model_at_end:
             self.control.should_save = True
+        if is_best and self.control.should_save:
+            # transformers 5.0 forgets it with save_strategy="best", and then loads nothing at the end.
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / folder)
         return is_best
 
     # Logging
