@@ -35,34 +35,31 @@ def groups(config: type) -> dict[str, list[str]]:
     return found
 
 
-def row(field: Field[Any]) -> str:
+def row(field: Field[Any], annotation: str) -> str:
     """One option as a line of a table: name, type, default, help."""
     text = " ".join(str(field.metadata.get("help", "")).split())
     if choices := field.metadata.get("choices"):
         text += f" One of {', '.join(f'`{choice}`' for choice in choices)}."
     default = field.default if field.default is not MISSING else field.default_factory()
-    cells = [f"`{field.name}`", f"`{type_name(field.type)}`", f"`{default!r}`", text]
+    cells = [f"`{field.name}`", f"`{annotation}`", f"`{default!r}`", text]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def type_name(annotation: Any) -> str:
-    """An annotation as it is written."""
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-
-
-def sections() -> Iterator[tuple[str, list[Field[Any]]]]:
-    """Titles and their options."""
-    known = {field.name: field for field in fields(PPOConfig)}
-    for title, names in groups(PPOConfig).items():
-        yield title, [known[name] for name in names]
-    own = inspect.get_annotations(PPOScriptArguments)
-    yield "Arguments of scripts/ppo.py", [field for field in fields(PPOScriptArguments) if field.name in own]
+def sections() -> Iterator[tuple[str, list[str]]]:
+    """Titles and their options, a line each. The annotations are the class's: HfArgumentParser rewrites Field.type."""
+    for config, grouped in (
+        (PPOConfig, groups(PPOConfig)),
+        (PPOScriptArguments, {"Arguments of scripts/ppo.py": list(inspect.get_annotations(PPOScriptArguments))}),
+    ):
+        known, annotations = {field.name: field for field in fields(config)}, inspect.get_annotations(config)
+        for title, names in grouped.items():
+            yield title, [row(known[name], annotations[name]) for name in names]
 
 
 def document() -> str:
     """The whole page."""
     head = "| option | type | default | what it does |\n| --- | --- | --- | --- |"
-    tables = ["\n".join([f"\n## {title}\n", head, *map(row, options)]) for title, options in sections()]
+    tables = ["\n".join([f"\n## {title}\n", head, *rows]) for title, rows in sections()]
     return HEADER + "\n".join(tables) + "\n"
 
 
