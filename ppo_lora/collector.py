@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .config import PPOConfig
 from .demonstrations import Demonstrations
+from .draws import uniform_draws
 from .masking import Reduce
 from .normalization import score_normalizer
 from .responses import Responses, read_responses
@@ -24,11 +25,11 @@ from .rollout import (
     rollout_metrics,
     sample,
     score_tokens,
-    seeded,
     source_metrics,
 )
 from .scorers import Scorer
 from .shared_base import SharedBase
+from .splitting import RowLimit
 from .types import Experience, Prompts, Rollout
 
 
@@ -58,6 +59,7 @@ class Collector:
 
     Attributes:
         normalizer: of the scores.
+        limits: how many rows fit in sampling and in scoring.
     """
 
     def __init__(
@@ -71,20 +73,19 @@ class Collector:
         self._base, self._scorer, self._tokenizer = base, scorer, tokenizer
         self._stop_token_ids, self._config = list(stop_token_ids), config
         self.normalizer = score_normalizer(config.score_normalization)
+        self.limits = [RowLimit("sampling"), scorer.limit]
 
-    def sample(self, prompts: Prompts, stream: int, number: int) -> Rollout:
-        """One response to each prompt, drawn from the random numbers that ``stream`` and ``number`` name."""
+    def sample(self, prompts: Prompts, *stream: int) -> Rollout:
+        """One response to each prompt, drawn from the random numbers that ``stream`` names, to train with."""
         config = self._config
-        with seeded(config.seed, stream, number, config.process_index):
-            return self._sample(prompts, keep_logprobs=config.importance_sampling_cap is not None)
+        draws = uniform_draws(len(prompts), config.max_completion_length, config.seed, *stream, config.process_index)
+        return self.sample_drawn(prompts, draws, keep_logprobs=config.importance_sampling_cap is not None)
 
-    def sample_drawn(self, prompts: Prompts, draws: Tensor) -> Rollout:
+    def sample_drawn(self, prompts: Prompts, draws: Tensor, keep_logprobs: bool = False) -> Rollout:
         """One response to each prompt, drawn with the given numbers; see :func:`~ppo_lora.rollout.sample`."""
-        return self._sample(prompts, draws=draws)
-
-    def _sample(self, prompts: Prompts, **options: Any) -> Rollout:
-        pad = self._tokenizer.pad_token_id
-        return sample(self._base, prompts, self._config, self._stop_token_ids, pad, **options)
+        stops, pad = self._stop_token_ids, self._tokenizer.pad_token_id
+        limit = self.limits[0]
+        return sample(self._base, prompts, self._config, stops, pad, draws, keep_logprobs=keep_logprobs, limit=limit)
 
     def score(
         self,
@@ -110,7 +111,7 @@ class Collector:
         judgement = self._scorer.judge(responses, trainer_state=trainer_state)
         if learns:
             self.normalizer.observe(judgement.finals, reduce)
-        tokens = score_tokens(self._base, rollout, config)
+        tokens = score_tokens(self._base, rollout, config, self.limits[1])
         scores = final_scores(self._rescaled(judgement.finals), rollout, config)
         experience = build_experience(rollout, tokens, scores, kl_coef, config, reduce, judgement.steps)
         metrics = rollout_metrics(experience, tokens, rollout, kl_coef, config)

@@ -23,12 +23,13 @@ class SamplingOptions(Protocol):
 
     max_completion_length: int
     stop_token_ids: list[int] | None
+    temperature: float
     local_rollout_forward_batch_size: int
     trust_remote_code: bool
 
     @property
     def generation_options(self) -> dict[str, Any]:
-        """Keyword arguments for ``generate``."""
+        """Keyword arguments for ``generate``, which prepares the cache."""
 
 
 @dataclass
@@ -105,13 +106,17 @@ class PPOConfig(TrainingArguments):
     )
     generation_kwargs: dict[str, Any] | str | None = field(
         default=None,
-        metadata={"help": "More arguments for generate; refused where they would change the sampled distribution."},
+        metadata={"help": "How generate keeps keys and values: cache_implementation, cache_config."},
     )
     stop_token_ids: list[int] | None = field(
         default=None, metadata={"help": "Token ids that end a response, beside the tokenizer's and the model's EOS."}
     )
     local_rollout_forward_batch_size: int = field(
         default=64, metadata={"help": "Rows per sampling batch and per scoring pass."}
+    )
+    logits_chunk_mib: int = field(
+        default=32,
+        metadata={"help": "Logits held at once, in MiB of float32; fewer take more passes over lm_head."},
     )
     num_generations: int = field(
         default=1,
@@ -226,6 +231,13 @@ class PPOConfig(TrainingArguments):
     # PPO
     num_ppo_epochs: int = field(default=4, metadata={"help": "Passes over each rollout batch."})
     num_mini_batches: int = field(default=1, metadata={"help": "Mini-batches (optimizer steps) per pass."})
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Put rows of like length together up to so many tokens, padding included, for each forward and "
+            "backward (verl's ppo_max_token_len_per_gpu). Default: per_device_train_batch_size rows."
+        },
+    )
     gamma: float = field(default=1.0, metadata={"help": "Discount."})
     lam: float = field(default=0.95, metadata={"help": "Lambda of generalized advantage estimation."})
     cliprange: float = field(
@@ -321,6 +333,10 @@ class PPOConfig(TrainingArguments):
         default=50.0,
         metadata={"help": "Warn where objective/kl, nats a response, is over this. None: never."},
     )
+    sync_timings: bool = field(
+        default=False,
+        metadata={"help": "Wait for the GPU where a phase ends, so that time/... are exact; training slows a little."},
+    )
     log_completions: bool = field(
         default=False, metadata={"help": "Print a table of sample completions at every log and evaluation."}
     )
@@ -397,13 +413,8 @@ class PPOConfig(TrainingArguments):
 
     @property
     def generation_options(self) -> dict[str, Any]:
-        """Keyword arguments for sampling, from temperature, lengths and `generation_kwargs`."""
-        return {
-            "do_sample": True,
-            "temperature": self.temperature,
-            "max_new_tokens": self.max_completion_length,
-            **cast("dict[str, Any]", self.generation_kwargs or {}),
-        }
+        """Keyword arguments for ``generate``, which prepares the cache."""
+        return dict(cast("dict[str, Any]", self.generation_kwargs or {}))
 
     def _steps_for(self, episodes: int) -> int:
         steps = math.ceil(episodes / self.batch_size) * self.steps_per_iteration

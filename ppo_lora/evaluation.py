@@ -96,8 +96,8 @@ class EvaluationConfig:
 
     @property
     def generation_options(self) -> dict[str, Any]:
-        """Keyword arguments for sampling."""
-        return {"do_sample": True, "temperature": self.temperature, "max_new_tokens": self.max_completion_length}
+        """Keyword arguments for ``generate``, which prepares the cache: none."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ class _Sampler:
                 for place in dict.fromkeys(places)
             }
             own = torch.stack([draws[place][row % count] for place, row in zip(places, rows.tolist(), strict=True)])
-            rollout = sample(self.base, prompts, config, stops, self.tokenizer.pad_token_id, policy, own)
+            rollout = sample(self.base, prompts, config, stops, self.tokenizer.pad_token_id, own, policy)
             yield rollout, read_responses(prompts, rollout, self.tokenizer)
 
     @torch.no_grad()

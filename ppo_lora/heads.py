@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+_FEW = 32
+"""Rows: a step of decoding, and not a batch of text."""
+
 
 class ScalarHead(nn.Module):
     """One number from each hidden state: a linear map to one output, in float32 whatever the base's dtype."""
@@ -52,10 +55,19 @@ class OutputHead:
     def __call__(self, hidden: Tensor) -> Tensor:
         """[..., H] to logits [..., V], each row independently of the others."""
         weight = self._linear.weight
-        logits: Tensor = self._linear(hidden.to(weight.dtype) if weight.is_floating_point() else hidden)
+        logits = self._product(hidden.to(weight.dtype) if weight.is_floating_point() else hidden)
         if self._scale != 1.0:
             logits = logits * self._scale
         return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        few = hidden.dim() == 2 and len(hidden) <= _FEW and hidden.device.type == "cpu"
+        if few and type(self._linear) is nn.Linear:
+            # The CPU's matrix product first lays out the right-hand matrix anew: it had better be the small one.
+            logits = (self._linear.weight @ hidden.t()).t()
+            return logits if self._linear.bias is None else logits + self._linear.bias
+        whole: Tensor = self._linear(hidden)
+        return whole
 
     def check(self, hidden: Tensor, logits: Tensor) -> None:
         """Compare with the whole model's logits for the same hidden states.

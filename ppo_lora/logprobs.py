@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 2**22
-"""Logits held at once, in numbers: 16 MiB of float32."""
+CHUNK_ELEMENTS = 2**23
+"""Logits held at once, in numbers: 32 MiB of float32, of which there are two while a chunk is worked on."""
 
 Head = Callable[[Tensor], Tensor]
 
@@ -100,15 +100,20 @@ def _joined(chunks: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(chunks) if chunks else like.new_zeros(0, dtype=torch.float32)
 
 
-def _statistics(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities and entropies [n] of one chunk, and the whole log-softmax [n, V], float32."""
+def _statistics(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities and entropies [n] of one chunk, the whole log-softmax and softmax [n, V], float32.
+
+    Overwrites ``logits``: no output head needs its own output in backward.
+    """
     scaled = logits.float()
     if temperature != 1.0:
-        scaled = scaled / temperature
+        scaled = scaled.div_(temperature)
     log_softmax = torch.log_softmax(scaled, dim=-1)
+    probabilities = torch.exp(log_softmax, out=scaled)
     chosen = log_softmax.gather(-1, tokens[:, None]).squeeze(-1)
-    entropy = torch.special.entr(log_softmax.exp()).sum(-1)
-    return chosen, entropy, log_softmax
+    log_softmax.clamp_(min=torch.finfo(torch.float32).min)  # 0 * log 0 is 0
+    entropy = -torch.bmm(probabilities[:, None], log_softmax[:, :, None]).flatten()
+    return chosen, entropy, log_softmax, probabilities
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -125,11 +130,11 @@ class _TokenLogprobs(torch.autograd.Function):
             with torch.enable_grad():
                 leaf = hidden[rows].detach().requires_grad_()
                 logits = head(leaf)
-            chosen, entropy, log_softmax = _statistics(logits.detach(), tokens[rows], temperature)
+            chosen, entropy, log_softmax, probabilities = _statistics(logits.detach(), tokens[rows], temperature)
             if entropy_slopes is not None:
-                slope = _entropy_slope(log_softmax, entropy, temperature).to(logits.dtype)
+                slope = _entropy_slope(log_softmax, probabilities, entropy, temperature).to(logits.dtype)
                 entropy_slopes[rows] = torch.autograd.grad(logits, leaf, slope, retain_graph=True)[0]
-            slope = _logprob_slope(log_softmax, tokens[rows], temperature).to(logits.dtype)
+            slope = _logprob_slope(probabilities, tokens[rows], temperature).to(logits.dtype)
             slopes[rows] = torch.autograd.grad(logits, leaf, slope)[0]
             pieces.append((chosen, entropy))
         ctx.save_for_backward(slopes, entropy_slopes)
@@ -148,13 +153,12 @@ class _TokenLogprobs(torch.autograd.Function):
         return gradient.to(slopes.dtype), None, None, None, None, None
 
 
-def _logprob_slope(log_softmax: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """d log p_a / d logits = (onehot_a - p) / temperature, [n, V]; overwrites ``log_softmax``."""
-    slope = log_softmax.exp_().div_(-temperature)
+def _logprob_slope(probabilities: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """d log p_a / d logits = (onehot_a - p) / temperature, [n, V]; overwrites ``probabilities``."""
+    slope = probabilities.div_(-temperature)
     return slope.scatter_add_(-1, tokens[:, None], torch.full_like(slope[:, :1], 1.0 / temperature))
 
 
-def _entropy_slope(log_softmax: Tensor, entropy: Tensor, temperature: float) -> Tensor:
-    """d H / d logits = -p * (log p + H) / temperature, [n, V]."""
-    probabilities = log_softmax.exp()
-    return (torch.special.entr(probabilities) - probabilities * entropy[:, None]).div_(temperature)
+def _entropy_slope(log_softmax: Tensor, probabilities: Tensor, entropy: Tensor, temperature: float) -> Tensor:
+    """d H / d logits = -p * (log p + H) / temperature, [n, V]; overwrites ``log_softmax``."""
+    return log_softmax.add_(entropy[:, None]).mul_(probabilities).div_(-temperature)

@@ -57,15 +57,21 @@ class RunningMeans:
 
 
 class PhaseClock:
-    """Seconds spent in the phases of an iteration, which follow one another."""
+    """Seconds spent in the phases of an iteration, which follow one another.
 
-    def __init__(self) -> None:
+    Args:
+        wait: waits for the device, so that a phase ends when its work does.
+    """
+
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self._wait = wait
         self._phase: str | None = None
         self._since = 0.0
         self._seconds: dict[str, float] = {}
 
     def enter(self, phase: str) -> None:
         """End the phase of the moment and begin this one."""
+        self._wait()
         now = time.perf_counter()
         if self._phase is not None:
             self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since

@@ -21,6 +21,7 @@ from .config import PPOConfig
 from .data import check_chat_template, iteration_rows, left_pad
 from .draws import stream_seed
 from .roles import Role
+from .rows import compact_rows
 from .shared_base import SharedBase
 
 _SHUFFLES = 5  # a stream of random numbers; the others are 1 to 4
@@ -36,7 +37,7 @@ class PretrainingBatch:
 
     Attributes:
         input_ids: [b, P + T] int64; the last T columns are what the loss is of, padding aside.
-        attention_mask: [b, P + T] bool, True at real tokens.
+        attention_mask: [b, P + T] bool on the CPU, True at real tokens.
         length: T.
         tokens: scalar, tokens that the step's loss is a mean of, over all processes.
         portion: scalar, the share of these that are in this piece.
@@ -130,7 +131,7 @@ class PretrainingMix:
 
     def loss(self, model: nn.Module, batch: PretrainingBatch) -> Tensor:
         """A piece's part of the step's loss, nats a token: the pieces of all processes add up to the mean."""
-        logprobs, _ = model(Role.POLICY, batch.input_ids, batch.attention_mask, batch.length, temperature=1.0)
+        logprobs, _ = model(Role.POLICY, compact_rows(batch.input_ids, batch.attention_mask, batch.length))
         return -logprobs.sum() / batch.tokens
 
     def _rows_of_step(self, step: int) -> list[Row]:
@@ -145,7 +146,7 @@ class PretrainingMix:
         learned, learned_mask = left_pad([learned[::-1] for _, learned in rows], self._pad)
         return PretrainingBatch(
             input_ids=torch.cat([read, learned.flip(1)], dim=1).to(tokens.device),
-            attention_mask=torch.cat([read_mask, learned_mask.flip(1)], dim=1).to(tokens.device),
+            attention_mask=torch.cat([read_mask, learned_mask.flip(1)], dim=1),
             length=learned.shape[1],
             tokens=tokens,
             portion=learned_mask.sum().to(tokens.device) / tokens,

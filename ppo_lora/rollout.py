@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 from .advantages import generalized_advantage_estimation, truncated_importance_weights
 from .config import PPOConfig, SamplingOptions
-from .draws import InverseTransform, SampledLogprobs, stream_seed
 from .losses import explained_variance
 from .masking import Reduce, first_stop_mask, masked_mean, masked_whiten, whitening
 from .rewards import (
@@ -25,7 +22,9 @@ from .rewards import (
     token_rewards,
 )
 from .roles import Role, RoleName
+from .rows import batches_by_length, compact_rows
 from .shared_base import SharedBase
+from .splitting import RowLimit
 from .types import Experience, Prompts, Rollout
 
 
@@ -43,23 +42,16 @@ class TokenScores:
     exact_kl: Tensor | None = None
 
 
-@contextmanager
-def seeded(*numbers: int) -> Iterator[None]:
-    """Draw from a stream of random numbers of its own, named by ``numbers``; the global one is left as it was."""
-    with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
-        torch.manual_seed(stream_seed(*numbers))
-        yield
-
-
 def sample(
     base: SharedBase,
     prompts: Prompts,
     config: SamplingOptions,
     stop_token_ids: Sequence[int],
     pad_token_id: int,
+    draws: Tensor,
     role: RoleName = Role.POLICY,
-    draws: Tensor | None = None,
     keep_logprobs: bool = False,
+    limit: RowLimit | None = None,
 ) -> Rollout:
     """Sample one response to each prompt.
 
@@ -69,43 +61,42 @@ def sample(
         config: lengths, temperature and batch size.
         stop_token_ids: ids that end a response.
         pad_token_id: fills finished rows.
+        draws: [B, max_completion_length] float64, uniform numbers to draw each row's tokens with, whatever rows are
+            sampled beside it.
         role: policy, reference, or a further policy.
-        draws: [B, max_completion_length] uniform numbers to draw each row's tokens with, whatever rows are sampled
-            beside it; None for torch's global random numbers.
-        keep_logprobs: note the log-probabilities that the tokens were sampled with; not with ``draws``.
+        keep_logprobs: note the log-probabilities that the tokens were sampled with.
+        limit: how many rows fit.
 
     Returns:
         A rollout with T the longest response.
     """
-    responses, logprobs = [], []
-    for rows in torch.arange(len(prompts)).split(config.local_rollout_forward_batch_size):
-        ids, mask = prompts.input_ids[rows], prompts.attention_mask[rows]
-        options = dict(config.generation_options)
-        if draws is not None:
-            options = _drawn_with(draws[rows].to(base.device), options, ids.shape[1])
-        elif keep_logprobs:
-            sampled = SampledLogprobs(options["temperature"])
-            options["logits_processor"] = LogitsProcessorList([sampled])
-        sequences = base.generate(
-            input_ids=ids.to(base.device),
-            attention_mask=mask.to(base.device),
-            role=role,
-            eos_token_id=list(stop_token_ids),
-            pad_token_id=pad_token_id,
-            **options,
+    mask = prompts.attention_mask.cpu()
+    lengths, width = mask.sum(dim=1), mask.shape[1]
+    responses = torch.full(draws.shape, pad_token_id, dtype=torch.long, device=base.device)
+    logprobs = torch.zeros(draws.shape if keep_logprobs else (0, 0), dtype=torch.float32, device=base.device)
+
+    def answer(rows: Tensor) -> int:
+        real = slice(width - int(lengths[rows].max()), width)
+        answers, drawn_with = base.sample(
+            prompts.input_ids[rows, real].to(base.device),
+            prompts.attention_mask[rows, real].to(base.device),
+            draws[rows],
+            stop_token_ids,
+            pad_token_id,
+            role,
+            config.temperature,
+            **config.generation_options,
         )
-        responses.append(sequences[:, ids.shape[1] :])
+        responses[rows, : answers.shape[1]] = answers
         if keep_logprobs:
-            logprobs.append(sampled.of(sequences))
-    rollout = assemble(prompts, _padded(responses, pad_token_id), stop_token_ids)
-    return replace(rollout, sampling_logprobs=_padded(logprobs, 0.0)) if keep_logprobs else rollout
+            logprobs[rows, : answers.shape[1]] = drawn_with
+        return answers.shape[1]
 
-
-def _drawn_with(draws: Tensor, options: Mapping[str, Any], prompt_length: int) -> dict[str, Any]:
-    """Options of ``generate`` that sample with the given numbers where ``options`` would with the global ones."""
-    greedy = {name: value for name, value in options.items() if name != "temperature"}
-    drawing = InverseTransform(draws, options["temperature"], prompt_length)
-    return {**greedy, "do_sample": False, "logits_processor": LogitsProcessorList([drawing])}
+    limit, longest = limit or RowLimit("sampling"), 0
+    for batch in lengths.argsort(descending=True, stable=True).split(config.local_rollout_forward_batch_size):
+        longest = max(longest, *(length for _, length in limit.run(batch, answer)))
+    rollout = assemble(prompts, responses[:, :longest], stop_token_ids)
+    return replace(rollout, sampling_logprobs=logprobs[:, :longest]) if keep_logprobs else rollout
 
 
 def assemble(prompts: Prompts, responses: Tensor, stop_token_ids: Sequence[int]) -> Rollout:
@@ -126,26 +117,38 @@ def assemble(prompts: Prompts, responses: Tensor, stop_token_ids: Sequence[int])
     )
 
 
-def _padded(pieces: list[Tensor], value: float) -> Tensor:
-    width = max(piece.shape[1] for piece in pieces)
-    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1]), value=value) for p in pieces])
-
-
 @torch.no_grad()
-def score_tokens(base: SharedBase, rollout: Rollout, config: PPOConfig) -> TokenScores:
+def score_tokens(base: SharedBase, rollout: Rollout, config: PPOConfig, limit: RowLimit | None = None) -> TokenScores:
     """Log-probabilities under policy and reference, entropies and values, through the pass that training uses.
 
     The log-probabilities do not come from generation: then the ratio would not start at 1, nor the KL at 0.
+
+    Args:
+        base: the roles.
+        rollout: the sampled rows.
+        config: temperature, and how many rows at a time.
+        limit: how many rows fit.
     """
-    size = config.local_rollout_forward_batch_size
-    pieces = []
-    for ids, mask in zip(rollout.sequences.split(size), rollout.attention_mask.split(size), strict=True):
-        inputs = (ids, mask, rollout.response_length)
-        logprobs, entropy = base.logprobs_and_entropy(Role.POLICY, *inputs, config.temperature)
-        ref_logprobs = base.logprobs(Role.REFERENCE, *inputs, config.temperature)
-        exact_kl = [base.exact_kl(*inputs, config.temperature)] if config.log_exact_kl else []
-        pieces.append((logprobs, ref_logprobs, base.values(*inputs), entropy, *exact_kl))
-    return TokenScores(*(torch.cat(column) for column in zip(*pieces, strict=True)))
+    mask, limit = rollout.attention_mask.cpu(), limit or RowLimit("scoring")
+    order, pieces = [], []
+    for batch in batches_by_length(mask.sum(dim=1), config.local_rollout_forward_batch_size):
+        for rows, scores in limit.run(batch, lambda rows: _scores_of(base, rollout, mask, rows, config)):
+            order.append(rows)
+            pieces.append(scores)
+    back = torch.cat(order).argsort().to(rollout.sequences.device)
+    return TokenScores(*(torch.cat(column)[back] for column in zip(*pieces, strict=True)))
+
+
+def _scores_of(
+    base: SharedBase, rollout: Rollout, mask: Tensor, rows: Tensor, config: PPOConfig
+) -> tuple[Tensor, ...]:
+    """The fields of TokenScores for some rows."""
+    read = compact_rows(rollout.sequences[rows.to(rollout.sequences.device)], mask[rows], rollout.response_length)
+    shared = base.shares_value_adapter
+    logprobs, entropy, *values = base(Role.POLICY, read, config.temperature, with_values=shared)
+    ref_logprobs, _ = base(Role.REFERENCE, read, config.temperature)
+    exact_kl = [base.exact_kl(read, config.temperature)] if config.log_exact_kl else []
+    return (logprobs, ref_logprobs, values[0] if shared else base(Role.VALUE, read), entropy, *exact_kl)
 
 
 def final_scores(scores: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:

@@ -14,7 +14,9 @@ from .responses import Responses
 from .reward_calls import RewardFunction, RewardLog, call_functions, function_name
 from .reward_values import SourceRewards, checked_rewards
 from .roles import Role
+from .rows import batches_by_length
 from .shared_base import SharedBase
+from .splitting import RowLimit
 from .types import Rollout
 
 
@@ -67,7 +69,7 @@ class Scorer:
     ):
         self._base = base if Role.REWARD in base.roles else None
         self._functions = list(reward_funcs)
-        self._batch_size = batch_size
+        self._batch_size, self.limit = batch_size, RowLimit("scoring")
         for function in self._functions:
             if not callable(function):
                 raise TypeError(
@@ -151,11 +153,12 @@ class Scorer:
 
     @torch.no_grad()
     def _reward_role(self, rollout: Rollout) -> Tensor:
-        assert self._base is not None
-        pieces = zip(
-            rollout.sequences.split(self._batch_size), rollout.attention_mask.split(self._batch_size), strict=True
-        )
-        scores = torch.cat([self._base.scores(ids, mask) for ids, mask in pieces])
+        base, mask = self._base, rollout.attention_mask.cpu()
+        assert base is not None
+        scores = torch.zeros(len(mask), dtype=torch.float32, device=rollout.sequences.device)
+        for batch in batches_by_length(mask.sum(dim=1), self._batch_size):
+            for rows, given in self.limit.run(batch, lambda rows: base.scores(rollout.sequences[rows], mask[rows])):
+                scores[rows] = given
         if not bool(scores.isfinite().all()):
             row = int((~scores.isfinite()).nonzero()[0])
             raise FloatingPointError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
@@ -19,8 +19,7 @@ from .heads import OutputHead, ScalarHead
 from .host import TrainableHost
 from .hub import check_safetensors, hub_errors
 from .identity import BaseIdentity
-from .logprobs import token_logprobs, vocabulary_kl
-from .masking import last_true_index, position_ids
+from .logprobs import CHUNK_ELEMENTS, token_logprobs, vocabulary_kl
 from .preparation import (
     check_base,
     check_head_untouched,
@@ -29,6 +28,8 @@ from .preparation import (
     remove_dropout,
 )
 from .roles import Role, RoleAdapters, RoleName, check_policy_name, label
+from .rows import Rows, compact_rows
+from .sampling import DecodeLoop
 
 
 class SharedBase(TrainableHost):
@@ -79,6 +80,7 @@ class SharedBase(TrainableHost):
         model.generation_config = neutral_generation_config(model)
         self.model = model
         self.compute_dtype: torch.dtype = model.dtype
+        self.chunk_elements = CHUNK_ELEMENTS
         self._takes_positions = "position_ids" in signature(self.backbone.forward).parameters
         self.identity = identity or BaseIdentity.of(model)
         self.adapters = RoleAdapters(model, self.identity)
@@ -192,12 +194,41 @@ class SharedBase(TrainableHost):
     # What the roles compute
 
     def forward(
-        self, role: RoleName, input_ids: Tensor, attention_mask: Tensor, response_length: int, **options: Any
+        self,
+        role: RoleName,
+        rows: Rows,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+        with_values: bool = False,
     ) -> Any:
-        """One entry for every differentiable pass, so that DDP and FSDP see it: values, or (logprobs, entropy)."""
+        """One entry for every differentiable pass, so that DDP and FSDP see it.
+
+        Args:
+            role: whose pass.
+            rows: what is read.
+            temperature: divides the logits, as in sampling.
+            entropy_gradient: let a gradient flow through the entropies too.
+            with_values: values from the same pass, where the value role has the policy's adapter.
+
+        Returns:
+            The value role's values [B, T]; a text role's ``(logprobs, entropy)``, each [B, T], or those and the
+            values. All float32, 0 at padding.
+        """
+        states = rows.states(self._hidden_states(role, rows))
         if self._known(role) is Role.VALUE:
-            return self.values(input_ids, attention_mask, response_length)
-        return self.logprobs_and_entropy(role, input_ids, attention_mask, response_length, **options)
+            return rows.scattered(self.value_head(states))
+        with self._precision():
+            logprobs, entropy = token_logprobs(
+                states,
+                self._output_head,
+                rows.tokens,
+                temperature,
+                vocab_size=self._output_head.vocab_size,
+                entropy_gradient=entropy_gradient,
+                chunk_elements=self.chunk_elements,
+            )
+        seen = (rows.scattered(logprobs), rows.scattered(entropy))
+        return (*seen, rows.scattered(self.value_head(states))) if with_values else seen
 
     def logprobs(
         self,
@@ -234,36 +265,29 @@ class SharedBase(TrainableHost):
 
         The entropy has a gradient only where ``entropy_gradient`` asks for it.
         """
-        states, mask = self._response_states(role, input_ids, attention_mask, response_length)
-        tokens = input_ids[:, -response_length:][mask]
-        with self._precision():
-            logprobs, entropy = token_logprobs(
-                states,
-                self._output_head,
-                tokens,
-                temperature,
-                vocab_size=self._output_head.vocab_size,
-                entropy_gradient=entropy_gradient,
-            )
-        return _scattered(logprobs, mask), _scattered(entropy, mask)
+        rows = compact_rows(input_ids, attention_mask, response_length)
+        seen: tuple[Tensor, Tensor] = self.forward(role, rows, temperature, entropy_gradient)
+        return seen
 
     @torch.no_grad()
-    def exact_kl(
-        self, input_ids: Tensor, attention_mask: Tensor, response_length: int, temperature: float = 1.0
-    ) -> Tensor:
+    def exact_kl(self, rows: Rows, temperature: float = 1.0) -> Tensor:
         """KL(policy || reference) of the next-token distributions before each response token, over the vocabulary.
 
         Returns:
-            [B, T] float32, in nats; 0 at padding. Arguments as in :meth:`logprobs`.
+            [B, T] float32, in nats; 0 at padding.
         """
-        inputs = (input_ids, attention_mask, response_length)
-        states, mask = self._response_states(Role.POLICY, *inputs)
-        ref_states, _ = self._response_states(Role.REFERENCE, *inputs)
+        states = rows.states(self._hidden_states(Role.POLICY, rows))
+        ref_states = rows.states(self._hidden_states(Role.REFERENCE, rows))
         with self._precision():
             kl = vocabulary_kl(
-                states, ref_states, self._output_head, temperature, vocab_size=self._output_head.vocab_size
+                states,
+                ref_states,
+                self._output_head,
+                temperature,
+                vocab_size=self._output_head.vocab_size,
+                chunk_elements=self.chunk_elements,
             )
-        return _scattered(kl, mask)
+        return rows.scattered(kl)
 
     def values(self, input_ids: Tensor, attention_mask: Tensor, response_length: int) -> Tensor:
         """V(s_t), the value of the state before each response token.
@@ -271,8 +295,8 @@ class SharedBase(TrainableHost):
         Returns:
             [B, T] float32, in units of the score; 0 at padding. Arguments as in :meth:`logprobs`.
         """
-        states, mask = self._response_states(Role.VALUE, input_ids, attention_mask, response_length)
-        return _scattered(self.value_head(states), mask)
+        values: Tensor = self.forward(Role.VALUE, compact_rows(input_ids, attention_mask, response_length))
+        return values
 
     def scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The reward role's score of each row, read at its last real token.
@@ -289,9 +313,53 @@ class SharedBase(TrainableHost):
         """
         self._known(Role.REWARD)
         assert self.reward_head is not None
-        hidden = self._hidden_states(Role.REWARD, input_ids, attention_mask)
-        last = last_true_index(attention_mask.bool())
-        return self.reward_head(hidden[torch.arange(len(last), device=last.device), last])
+        rows = compact_rows(input_ids, attention_mask)
+        return self.reward_head(rows.last_states(self._hidden_states(Role.REWARD, rows)))
+
+    @torch.no_grad()
+    def sample(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        draws: Tensor,
+        stop_token_ids: Sequence[int],
+        pad_token_id: int,
+        role: RoleName = Role.POLICY,
+        temperature: float = 1.0,
+        **generation: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Sample a response to each prompt; what a row says does not depend on the rows beside it.
+
+        Args:
+            input_ids: [B, P] int64, left-padded.
+            attention_mask: [B, P] bool or 0/1.
+            draws: [B, T] float64, uniform random numbers, one a token; T is the most tokens of a response.
+            stop_token_ids: ids that end a response.
+            pad_token_id: stands after the end.
+            role: whose text.
+            temperature: divides the logits.
+            generation: for ``generate``, which prepares the cache.
+
+        Returns:
+            ``(responses, logprobs)``, [B, T'] int64 and float32, T' the longest response: the tokens and the
+            log-probabilities (nats) that they were drawn with.
+
+        Raises:
+            FloatingPointError: the logits are not finite.
+        """
+        loop = DecodeLoop(
+            self.backbone,
+            self._output_head,
+            attention_mask,
+            draws.to(self.device),
+            temperature,
+            stop_token_ids,
+            pad_token_id,
+            self._takes_positions,
+        )
+        options = {"max_new_tokens": draws.shape[1], "do_sample": False, "pad_token_id": pad_token_id, **generation}
+        responses = self.generate(input_ids, attention_mask, role, custom_generate=loop, **options)
+        return responses, loop.logprobs[:, : responses.shape[1]]
 
     @torch.no_grad()
     def generate(
@@ -321,8 +389,8 @@ class SharedBase(TrainableHost):
                 return self.model.generate(
                     input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=True, **generation
                 )
-            except RuntimeError as error:
-                if "probability tensor" not in str(error):
+            except (RuntimeError, FloatingPointError) as error:
+                if isinstance(error, RuntimeError) and "probability tensor" not in str(error):
                     raise
                 raise FloatingPointError(
                     f"The {label(role)}'s logits are not finite, so no token can be sampled. Its weights have "
@@ -424,34 +492,19 @@ class SharedBase(TrainableHost):
         mixed = self.compute_dtype != torch.float32
         return torch.autocast(self.device.type, dtype=self.compute_dtype if mixed else None, enabled=mixed)
 
-    def _hidden_states(self, role: RoleName, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def _hidden_states(self, role: RoleName, rows: Rows) -> Tensor:
         """[B, N, H]: the backbone's last hidden states under a role."""
-        positions = {"position_ids": position_ids(attention_mask)} if self._takes_positions else {}
         self._set_checkpointing_layers(torch.is_grad_enabled())
         with self.role(role), self._precision():
-            output = self.backbone(input_ids, attention_mask=attention_mask.long(), use_cache=False, **positions)
-        return output.last_hidden_state
-
-    def _response_states(
-        self, role: RoleName, input_ids: Tensor, attention_mask: Tensor, response_length: int
-    ) -> tuple[Tensor, Tensor]:
-        """The states that predict the real response tokens, [N, H], and the response mask, [B, T]."""
-        hidden = self._hidden_states(role, input_ids, attention_mask)
-        mask = attention_mask[:, -response_length:].bool()
-        return hidden[:, -response_length - 1 : -1][mask], mask
+            return self.backbone(rows.input_ids, use_cache=False).last_hidden_state
 
     @torch.no_grad()
     def _check_logits(self) -> None:
         ids = torch.tensor([[0, 1, 2]], device=self.device)
         with self._precision():
             whole = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-            self._output_head.check(self._hidden_states(Role.POLICY, ids, torch.ones_like(ids)), whole)
+            self._output_head.check(self._hidden_states(Role.POLICY, compact_rows(ids, torch.ones_like(ids))), whole)
 
     @property
     def _hidden_size(self) -> int:
         return int(self.config.get_text_config().hidden_size)
-
-
-def _scattered(values: Tensor, mask: Tensor) -> Tensor:
-    """[N] float32 into the True places of a [B, T] mask, 0 elsewhere."""
-    return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_scatter(mask, values.float())

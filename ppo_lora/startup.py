@@ -21,6 +21,7 @@ from .collector import Collector
 from .config import PPOConfig
 from .prompts import PromptSource, PromptStream
 from .roles import Role, label
+from .rows import compact_rows
 from .scorers import Scorer
 from .shared_base import SharedBase
 from .types import Experience, Prompts
@@ -149,11 +150,11 @@ def _random_numbers_kept() -> Iterator[None]:
 def _ratio_distance(base: SharedBase, rows: Experience, config: PPOConfig) -> Tensor:
     """Scoring's pass and training's over the same rows: one micro-batch."""
     rows = rows.select(torch.arange(min(len(rows), config.per_device_train_batch_size)))
-    inputs = (rows.sequences, rows.attention_mask, rows.response_length)
+    read = compact_rows(rows.sequences, rows.host_mask, rows.response_length)
     with torch.no_grad():
-        scored = base.logprobs(Role.POLICY, *inputs, config.temperature)
+        scored = base(Role.POLICY, read, config.temperature)[0]
     with torch.enable_grad():
-        trained = base(Role.POLICY, *inputs, temperature=config.temperature)[0].detach()
+        trained = base(Role.POLICY, read, config.temperature)[0].detach()
     return ((trained - scored).exp() - 1.0).abs().max()
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from .config import PPOConfig
-from .rollout import seeded
+from .draws import stream_seed
+from .rows import batches_by_length
 from .types import Experience
 
 _SHUFFLES = 2
@@ -42,7 +44,7 @@ class ExperienceStream(IterableDataset):
         per_step = self._config.gradient_accumulation_steps
         return self._iterations * self._config.steps_per_iteration * per_step
 
-    def __iter__(self) -> Iterator[Experience | None]:
+    def __iter__(self) -> Iterator[list[Experience] | None]:
         first = self._first_iteration()
         start = first - first % self._iterations
         for iteration in range(start, start + self._iterations):
@@ -51,15 +53,26 @@ class ExperienceStream(IterableDataset):
                 continue
             experience = self._collect(iteration)
             for epoch in range(self._config.num_ppo_epochs):
-                with seeded(self._seed, _SHUFFLES, iteration, epoch):
-                    order = torch.randperm(len(experience))
+                seed = stream_seed(self._seed, _SHUFFLES, iteration, epoch)
+                order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed))
                 yield from micro_batches(experience, order, self._config)
 
 
-def micro_batches(experience: Experience, order: Tensor, config: PPOConfig) -> Iterator[Experience]:
-    """One epoch: mini-batches in the given order, the rows of each sorted by length so that little is padding."""
-    lengths = experience.attention_mask.sum(dim=1).cpu()
+def micro_batches(experience: Experience, order: Tensor, config: PPOConfig) -> Iterator[list[Experience]]:
+    """One epoch: mini-batches in the given order, the rows of each put together by length so that little is padding.
+
+    Trainer counts micro-batches of a fixed number of rows. Where their size is given in tokens, each of Trainer's
+    holds some of the pieces, and the last at least one.
+    """
+    slots = config.gradient_accumulation_steps
     for rows in order.split(config.mini_batch_size):
-        by_length = rows[lengths[rows].argsort(stable=True)]
-        for micro in by_length.split(config.per_device_train_batch_size):
-            yield experience.select(micro)
+        lengths = experience.lengths[rows]
+        if config.max_tokens_per_micro_batch is None:
+            pieces = list(rows[lengths.argsort(stable=True)].split(config.per_device_train_batch_size))
+        else:
+            pieces = [
+                rows[batch] for batch in batches_by_length(lengths, len(rows), config.max_tokens_per_micro_batch)
+            ]
+        starts = [len(pieces) * slot // slots for slot in range(slots + 1)]
+        for start, stop in pairwise(starts):
+            yield [experience.select(piece) for piece in pieces[start:stop]]

@@ -136,6 +136,7 @@ class PPOTrainer(Trainer):
         self.base = shared_base(model, args, adapters, peft_config, quantization_config)
         if args.bf16:
             self.base.compute_dtype = torch.bfloat16
+        self.base.chunk_elements = args.logits_chunk_mib * 2**20 // 4
         check_dtype(self.base)
         check_optimizer(optimizers[0], self.base)
         tokenizer = tokenizer_for(processing_class, model, self.base, args)
@@ -155,7 +156,7 @@ class PPOTrainer(Trainer):
 
         self._progress = PhaseProgressCallback()
         self._means = RunningMeans()
-        self._clock = PhaseClock()
+        self._clock = PhaseClock(self._wait_for_device)
         self._scored: ScoredRollout | None = None
         self._checks_due = self._trained = False
         self._health: HealthMonitor | None = None
@@ -170,7 +171,7 @@ class PPOTrainer(Trainer):
             callbacks=[*(callbacks or []), IterationEndCallback(args.steps_per_iteration)],
             optimizers=optimizers,
         )
-        self._update = PolicyValueUpdate(self.base, args, self.accelerator, self._means, self._pretraining)
+        self._update = self._new_update()
         for function in functions:
             if isinstance(function, ModelReward):
                 function.to(self.accelerator.device)
@@ -179,10 +180,10 @@ class PPOTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """See ``Trainer.train``. What an earlier call left unlogged is forgotten."""
-        self._means, self._clock = RunningMeans(), PhaseClock()
+        self._means, self._clock = RunningMeans(), PhaseClock(self._wait_for_device)
         self._health = None
         self._scored, self._checks_due = None, self.args.startup_checks != "off"
-        self._update = PolicyValueUpdate(self.base, self.args, self.accelerator, self._means, self._pretraining)
+        self._update = self._new_update()
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -260,16 +261,16 @@ class PPOTrainer(Trainer):
             normalizer.mean = self._collector.measure_demonstrations(self._demonstrations, reduce, self.state)
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator[Experience], num_batches: int, device: torch.device
-    ) -> tuple[list[MicroBatch], None]:
+        self, epoch_iterator: Iterator[list[Experience]], num_batches: int, device: torch.device
+    ) -> tuple[list[list[MicroBatch]], None]:
         """The micro-batches of one optimizer step; see :func:`~ppo_lora.update.micro_batches_of_step`."""
-        pieces = [piece for _, piece in zip(range(num_batches), epoch_iterator, strict=False)]
-        return micro_batches_of_step(pieces, self.args, self._sum_over_processes), None
+        slots = [slot for _, slot in zip(range(num_batches), epoch_iterator, strict=False)]
+        return micro_batches_of_step(slots, self.args, self._sum_over_processes), None
 
     # One optimizer step
 
     def training_step(
-        self, model: nn.Module, inputs: MicroBatch, num_items_in_batch: Tensor | int | None = None
+        self, model: nn.Module, inputs: list[MicroBatch], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Add one micro-batch's gradients; at the last one of a step, decide whether the step is taken.
 
@@ -279,6 +280,7 @@ class PPOTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers have a mode
         loss = self._update.gradients(model, inputs)
+        self._enter("updating")
         if self.accelerator.sync_gradients:
             loss = loss + self._update.finish_step(model, self.state.global_step)
         return loss
@@ -365,7 +367,7 @@ class PPOTrainer(Trainer):
         """Add what the iteration measured to the training logs, under TRL's names."""
         if "loss" in logs:
             self._close_iteration()
-            logs = {**logs, **self._means.pop(self._sum_over_processes, gather_object), **_memory()}
+            logs = {**logs, **self._means.pop(self._sum_over_processes, gather_object), **self._memory()}
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
             if self.args.health_warnings:
@@ -373,6 +375,17 @@ class PPOTrainer(Trainer):
             if self.args.log_completions and self._scored is not None:
                 self._print_completions(self._scored, f"Step {self.state.global_step}")
         super().log(logs, start_time)
+
+    def _memory(self) -> dict[str, float]:
+        """Resident memory of this process and, on a GPU, the peak that was allocated, in GiB; where it was too little,
+        the rows at a time that fit."""
+        memory = {"memory/rss_gib": psutil.Process().memory_info().rss / 2**30}
+        if torch.cuda.is_available():
+            memory["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        for limit in (*self._collector.limits, self._update.limit):
+            if limit.rows is not None:
+                memory[f"memory/{limit.phase}_rows"] = float(limit.rows)
+        return memory
 
     def _warn_of_health(self, logs: dict[str, float]) -> int:
         """Say what is unhealthy since this log; how many warnings that are."""
@@ -391,11 +404,20 @@ class PPOTrainer(Trainer):
         self._clock.enter(phase)
         self._progress.show_phase(phase)
 
+    def _wait_for_device(self) -> None:
+        if self.args.sync_timings and torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def _new_update(self) -> PolicyValueUpdate:
+        enter = lambda phase: self._clock.enter(phase)  # noqa: E731  a later train() has another clock
+        return PolicyValueUpdate(self.base, self.args, self.accelerator, self._means, enter, self._pretraining)
+
     def _close_iteration(self) -> None:
         """Note how long the iteration's phases took, in seconds; nothing if that was done already."""
         seconds = self._clock.stop()
         if seconds:
             total = sum(seconds.values())
+            seconds["updating"] = total - seconds.get("sampling", 0.0) - seconds.get("scoring", 0.0)
             self._means.add({f"time/{phase}": value for phase, value in seconds.items()})
             tokens = int(self._scored.experience.attention_mask.sum()) if self._scored else 0
             self._means.add({"time/iteration": total, "time/tokens_per_second": tokens / total})
@@ -502,11 +524,3 @@ class PPOTrainer(Trainer):
             "whitened": args.whiten_rewards,
             **{name: getattr(args, name) for name in _SCORE_OPTIONS},
         }
-
-
-def _memory() -> dict[str, float]:
-    """Resident memory of this process and, on a GPU, the peak that was allocated, in GiB."""
-    memory = {"memory/rss_gib": psutil.Process().memory_info().rss / 2**30}
-    if torch.cuda.is_available():
-        memory["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return memory

@@ -7,7 +7,8 @@ One mask convention everywhere: True is a real token, the stop token included.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -118,31 +119,38 @@ class Experience:
         """T, the padded length of the responses in tokens."""
         return self.response_mask.shape[1]
 
+    @cached_property
+    def host_mask(self) -> Tensor:
+        """``attention_mask`` on the CPU. It is fetched once; what :meth:`select` gives has its own without waiting."""
+        return self.attention_mask.cpu()
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64 on the CPU, real tokens of each row, prompt and response."""
+        return self.host_mask.sum(dim=1)
+
     def select(self, rows: Tensor | Sequence[int]) -> Experience:
         """The given rows as an Experience of their own, without the columns that are padding in all of them.
 
         Args:
-            rows: indices into the batch, [N] int64 or a sequence of ints.
+            rows: indices into the batch, [N] int64 on the CPU or a sequence of ints.
         """
-        index = torch.as_tensor(rows, dtype=torch.long, device=self.sequences.device)
-        return Experience(**{item.name: getattr(self, item.name)[index] for item in fields(self)})._trimmed()
+        index = torch.as_tensor(rows, dtype=torch.long)
+        mask, width = self.host_mask[index], self.response_length
+        prompt, response = mask[:, : mask.shape[1] - width].any(dim=0), mask[:, mask.shape[1] - width :].any(dim=0)
+        first = int(prompt.int().argmax()) if bool(prompt.any()) else len(prompt)
+        length = int(response.nonzero().max()) + 1 if bool(response.any()) else 1
+        index = index.to(self.sequences.device, non_blocking=True)
+        kept = {"sequences": slice(first, len(prompt) + length), "scores": None, "kl_weights": None}
+        kept["attention_mask"] = kept["sequences"]
+        chosen = {}
+        for item in fields(self):
+            tensor, columns = getattr(self, item.name)[index], kept.get(item.name, slice(length))
+            chosen[item.name] = tensor if columns is None else tensor[:, columns]
+        selected = Experience(**chosen)
+        vars(selected)["host_mask"] = mask[:, kept["sequences"]]
+        return selected
 
     def split(self, size: int) -> list[Experience]:
         """Pieces of ``size`` consecutive rows (the last may be smaller), each trimmed as in :meth:`select`."""
         return [self.select(range(start, min(start + size, len(self)))) for start in range(0, len(self), size)]
-
-    def _trimmed(self) -> Experience:
-        """Drop the leading and trailing columns that are padding in every row."""
-        width = self.response_length
-        prompt_real = self.attention_mask[:, :-width].any(dim=0)
-        response_real = self.response_mask.any(dim=0)
-        first = int(prompt_real.int().argmax()) if bool(prompt_real.any()) else prompt_real.numel()
-        length = int(response_real.nonzero().max()) + 1 if bool(response_real.any()) else 1
-        stop = prompt_real.numel() + length
-        by_token = {
-            item.name: getattr(self, item.name)[:, :length]
-            for item in fields(self)
-            if getattr(self, item.name).dim() == 2 and getattr(self, item.name).shape[1] == width
-        }
-        whole = {name: getattr(self, name)[:, first:stop] for name in ("sequences", "attention_mask")}
-        return replace(self, **{**by_token, **whole})

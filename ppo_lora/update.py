@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from .config import PPOConfig
@@ -23,11 +26,16 @@ from .masking import Reduce
 from .metrics import RunningMeans
 from .pretraining import PretrainingMix
 from .roles import Role
+from .rows import Rows, compact_rows
 from .shared_base import SharedBase
+from .splitting import RowLimit
 from .types import Experience
 
 EARLY_STOP_FACTOR = 1.5
 """An iteration stops where the policy's KL is over so many times ``target_kl``, as in Spinning Up and TRL before."""
+
+
+_Pass = Callable[[nn.Module, "MicroBatch"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,26 +52,48 @@ class MicroBatch:
     weights: Tensor
     portion: Tensor
 
+    def __len__(self) -> int:
+        return len(self.experience)
 
-def micro_batches_of_step(pieces: Sequence[Experience], config: PPOConfig, reduce: Reduce) -> list[MicroBatch]:
+    @cached_property
+    def rows(self) -> Rows:
+        """What the base reads of it."""
+        experience = self.experience
+        return compact_rows(experience.sequences, experience.host_mask, experience.response_length)
+
+    def select(self, rows: Tensor) -> MicroBatch:
+        """Some of its rows, [N] int64 on the CPU."""
+        if len(rows) == len(self):
+            return self
+        experience = self.experience.select(rows)
+        weights = self.weights[rows.to(self.weights.device)][:, : experience.response_length]
+        return MicroBatch(experience, weights, self.portion * len(rows) / len(self))
+
+
+def micro_batches_of_step(
+    slots: Sequence[Sequence[Experience]], config: PPOConfig, reduce: Reduce
+) -> list[list[MicroBatch]]:
     """An optimizer step's pieces with their weights in it, so that its gradient does not depend on how it is cut.
 
     Args:
-        pieces: of this process.
+        slots: of this process, the pieces of each of Trainer's micro-batches.
         config: how losses are aggregated.
         reduce: sums a tensor over all processes.
     """
+    pieces = [piece for slot in slots for piece in slot]
     tokens = torch.stack([piece.response_mask.sum() for piece in pieces]).sum()
     tokens, rows = reduce(torch.stack([tokens, torch.full_like(tokens, sum(map(len, pieces)))])).unbind()
+    length = config.max_completion_length
     return [
-        MicroBatch(
-            experience=piece,
-            weights=aggregation_weights(
-                piece.response_mask, config.loss_aggregation, tokens, rows, config.max_completion_length
-            ),
-            portion=len(piece) / rows,
-        )
-        for piece in pieces
+        [
+            MicroBatch(
+                experience=piece,
+                weights=aggregation_weights(piece.response_mask, config.loss_aggregation, tokens, rows, length),
+                portion=len(piece) / rows,
+            )
+            for piece in slot
+        ]
+        for slot in slots
     ]
 
 
@@ -75,7 +105,11 @@ class PolicyValueUpdate:
         config: losses and their options.
         accelerator: the trainer's; runs the backward passes, and sums over processes.
         means: where what is watched goes.
+        enter: is told where time goes, ``"policy_update"`` or ``"value_update"``.
         pretraining: what is mixed in; None for nothing.
+
+    Attributes:
+        limit: how many rows fit.
     """
 
     def __init__(
@@ -84,10 +118,13 @@ class PolicyValueUpdate:
         config: PPOConfig,
         accelerator: Any,
         means: RunningMeans,
+        enter: Callable[[str], None] = lambda phase: None,
         pretraining: PretrainingMix | None = None,
     ):
         self.base, self.config, self.accelerator, self.means = base, config, accelerator, means
-        self._pretraining = pretraining
+        self._pretraining, self._enter = pretraining, enter
+        self._parameters = base.trainable_parameters()
+        self.limit = RowLimit("updating")
         self._seen: list[tuple[Experience, Tensor, Tensor]] = []
         self._moved: list[Tensor] = []
         self.begin_iteration(0)
@@ -102,24 +139,64 @@ class PolicyValueUpdate:
         self._policy_waits = iteration < self.config.value_warmup_iterations
         self._seen, self._moved = [], []
 
-    def gradients(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """Add one micro-batch's gradients: the policy's forward and backward, then the value's.
+    def gradients(self, model: nn.Module, pieces: Sequence[MicroBatch]) -> Tensor:
+        """Add the gradients of one of Trainer's micro-batches: of each piece, the policy's and then the value's.
 
         Args:
             model: the base as the trainer wrapped it.
-            batch: a piece of the step.
+            pieces: of the step.
 
         Returns:
-            The piece's part of the loss, a scalar without a gradient, times the number of processes (Trainer logs the
+            The pieces' part of the loss, a scalar without a gradient, times the number of processes (Trainer logs the
             mean over them); 0 where the iteration was stopped.
+
+        Raises:
+            OutOfMemory: a single row does not fit.
         """
         total = torch.zeros((), device=self.accelerator.device)
-        if self._stopped:
-            return total
-        if not self._policy_waits:
-            total = total + self._policy_gradients(model, batch)
-        total = total + self.config.vf_coef * self._value_gradients(model, batch)
+        for number, piece in enumerate([] if self._stopped else pieces, start=1):
+            # Processes add up their gradients in the last backward pass of each role.
+            with nullcontext() if number == len(pieces) else self.accelerator.no_sync(model):
+                for phase, make_gradients in self._passes().items():
+                    self._enter(phase)
+                    total = total + self._fitting(model, piece, make_gradients)
         return total * self.accelerator.num_processes
+
+    def _passes(self) -> dict[str, _Pass]:
+        """A forward and a backward each. Where value and policy share an adapter, they share these."""
+        if self._policy_waits:
+            return {"value_update": self._value_gradients}
+        if self.base.shares_value_adapter:
+            return {"policy_update": self._policy_gradients}
+        return {"policy_update": self._policy_gradients, "value_update": self._value_gradients}
+
+    def _fitting(self, model: nn.Module, piece: MicroBatch, make_gradients: _Pass) -> Tensor:
+        """A pass over a piece, in halves where memory does not suffice."""
+        if self.accelerator.distributed_type != DistributedType.NO:
+            return make_gradients(model, piece)  # the others would wait for the halves
+
+        def work(rows: Tensor) -> Tensor:
+            with self._all_or_nothing():
+                return make_gradients(model, piece.select(rows))
+
+        return torch.stack([loss for _, loss in self.limit.run(torch.arange(len(piece)), work)]).sum()
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Gradients made inside are added to those that there were, unless there is an exception."""
+        parameters = [parameter for role in self._parameters.values() for parameter in role]
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
+            raise
+        for parameter, gradient in zip(parameters, before, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
     def finish_step(self, model: nn.Module, step: int) -> Tensor:
         """Look at the whole step before the optimizer takes it, and add the pretraining mix's gradient if it is taken.
@@ -136,7 +213,7 @@ class PolicyValueUpdate:
         """
         total = torch.zeros((), device=self.accelerator.device)
         if self._should_skip():
-            self._drop_gradients(*Role)
+            self._drop_gradients(*self._parameters)
         elif self._policy_waits:
             self._drop_gradients(Role.POLICY)
         elif self._pretraining is not None:
@@ -156,14 +233,13 @@ class PolicyValueUpdate:
 
     def _policy_gradients(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         config, rows, weights = self.config, batch.experience, batch.weights
-        mask = rows.response_mask
-        logprobs, entropy = model(
+        mask, shared = rows.response_mask, self.base.shares_value_adapter
+        logprobs, entropy, *values = model(
             Role.POLICY,
-            rows.sequences,
-            rows.attention_mask,
-            rows.response_length,
+            batch.rows,
             temperature=config.temperature,
             entropy_gradient=config.entropy_coef > 0,
+            with_values=shared,
         )
         loss, clip_fraction = clipped_policy_loss(
             logprobs,
@@ -175,31 +251,44 @@ class PolicyValueUpdate:
             dual_clip=config.dual_clip,
             weights=weights,
         )
-        total = loss
+        losses, total = {"loss/policy_avg": loss}, loss
         if config.entropy_coef:
             total = total + entropy_bonus(entropy, mask, config.entropy_coef, weights=weights)
         if config.kl_in == "loss":
             kl_weights = weights * rows.kl_weights[:, None]
             kl = kl_loss(logprobs, rows.logprobs, rows.ref_logprobs, mask, config.kl_estimator, weights=kl_weights)
-            total = total + kl
-            self._watch_losses({"loss/kl_avg": kl}, batch)
+            losses["loss/kl_avg"], total = kl, total + kl
+        if shared:
+            value_loss, value_clip_fraction = self._value_loss(values[0], batch)
+            total = total + config.vf_coef * value_loss
         self._backward(total)
-        self._watch_losses({"loss/policy_avg": loss}, batch)
+        self._watch_losses(losses, batch)
         self._watch_policy(logprobs.detach(), clip_fraction, rows)
-        self._seen.append((rows, logprobs.detach(), rows.values))
+        if shared:
+            self._watch_value(values[0].detach(), value_loss, value_clip_fraction, batch)
+        self._seen.append((rows, logprobs.detach(), values[0].detach() if shared else rows.values))
         return total.detach()
 
     def _value_gradients(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        config, rows, mask = self.config, batch.experience, batch.experience.response_mask
-        values = model(Role.VALUE, rows.sequences, rows.attention_mask, rows.response_length)
-        targets = (rows.values, rows.returns, mask)
-        loss, clip_fraction = clipped_value_loss(values, *targets, config.cliprange_value, weights=batch.weights)
-        self._backward(config.vf_coef * loss)
-        unclipped, _ = clipped_value_loss(values.detach(), *targets, math.inf, weights=batch.weights)
+        values = model(Role.VALUE, batch.rows)
+        loss, clip_fraction = self._value_loss(values, batch)
+        total = self.config.vf_coef * loss
+        self._backward(total)
+        self._watch_value(values.detach(), loss, clip_fraction, batch)
+        self._seen.append((batch.experience, batch.experience.logprobs, values.detach()))
+        return total.detach()
+
+    def _value_loss(self, values: Tensor, batch: MicroBatch, cliprange: float | None = None) -> tuple[Tensor, Tensor]:
+        rows = batch.experience
+        cliprange = self.config.cliprange_value if cliprange is None else cliprange
+        return clipped_value_loss(
+            values, rows.values, rows.returns, rows.response_mask, cliprange, weights=batch.weights
+        )
+
+    def _watch_value(self, values: Tensor, loss: Tensor, clip_fraction: Tensor, batch: MicroBatch) -> None:
+        unclipped, _ = self._value_loss(values, batch, math.inf)
         self._watch_losses({"loss/value_avg": loss, "loss/value_unclipped_avg": unclipped}, batch)
-        self.means.add({"val/clipfrac_avg": clip_fraction}, weight=mask.sum())
-        self._seen.append((rows, rows.logprobs, values.detach()))
-        return loss.detach()
+        self.means.add({"val/clipfrac_avg": clip_fraction}, weight=batch.experience.response_mask.sum())
 
     def _backward(self, loss: Tensor) -> None:
         # DDP averages the gradients of the processes; their sum is wanted.
@@ -235,8 +324,8 @@ class PolicyValueUpdate:
 
     def _drop_gradients(self, *roles: Role) -> None:
         """Optimizers leave a parameter without a gradient as it is, its moments and weight decay included."""
-        for role, parameters in self.base.trainable_parameters().items():
-            for parameter in parameters if role in roles else []:
+        for role in roles:
+            for parameter in self._parameters[role]:
                 parameter.grad = None
 
     def _stop_if_not_finite(self, seen: list[tuple[Experience, Tensor, Tensor]], step: int) -> None:

@@ -10,10 +10,8 @@ from .losses import LOSS_AGGREGATIONS
 from .normalization import SCORE_NORMALIZATIONS
 from .rewards import KL_ESTIMATORS
 
-SAMPLING_KWARGS = frozenset(
-    {"max_time", "cache_implementation", "cache_config", "prefill_chunk_size", "disable_compile"}
-)
-"""`generation_kwargs` that do not change the distribution that is sampled from."""
+SAMPLING_KWARGS = frozenset({"cache_implementation", "cache_config"})
+"""`generation_kwargs` that the decode loop reads."""
 
 _POSITIVE_INTEGERS = (
     "max_completion_length",
@@ -27,6 +25,7 @@ _POSITIVE_INTEGERS = (
     "reward_server_batch_size",
     "num_generations",
     "ptx_max_length",
+    "logits_chunk_mib",
 )
 _POSITIVE = ("temperature", "cliprange", "cliprange_value", "reward_server_timeout")
 _UNIT = ("gamma", "lam")
@@ -42,7 +41,7 @@ _OVER_ONE = ("dual_clip", "ratio_threshold")
 _INTEGERS = ("value_warmup_iterations", "reward_server_retries")
 _OPTIONAL_POSITIVE_INTEGERS = (
     *("max_prompt_length", "total_episodes", "num_generations_eval", "ptx_batch_size"),
-    "overlong_buffer_length",
+    *("overlong_buffer_length", "max_tokens_per_micro_batch"),
 )
 
 
@@ -120,8 +119,9 @@ def _check_sampling(config: Any) -> None:
     refused = sorted(set(config.generation_kwargs or {}) - SAMPLING_KWARGS)
     if refused:
         raise ValueError(
-            f"generation_kwargs has {refused}; allowed are {sorted(SAMPLING_KWARGS)}. Others change which tokens are "
-            f"sampled: {why}. Lengths, stop tokens and the temperature have options of their own."
+            f"generation_kwargs has {refused}; allowed are {sorted(SAMPLING_KWARGS)}. Others "
+            f"change which tokens are sampled ({why}), or are for another decode loop. Lengths, stop tokens and the "
+            "temperature have options of their own."
         )
 
 

@@ -42,9 +42,12 @@ SETTINGS = {
     "temperature": 0.9,
     "top_p": 1.0,
     "top_k": -1,
-    "generation_kwargs": {"max_time": 12.5},
+    "generation_kwargs": {"cache_implementation": "offloaded"},
     "stop_token_ids": [5, 6],
     "local_rollout_forward_batch_size": 11,
+    "logits_chunk_mib": 3,
+    "max_tokens_per_micro_batch": 77,
+    "sync_timings": True,
     "num_generations": 4,
     "num_generations_eval": 8,
     "total_episodes": 640,
@@ -278,9 +281,9 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
         ({"top_p": 0.9}, "top_p is 0.9; expected 1.0 (PPO's log-probabilities are those of the whole distribution"),
         ({"top_k": 50}, "top_k is 50; expected 0 (PPO's log-probabilities are those of the whole distribution"),
         (
-            {"generation_kwargs": {"min_p": 0.1, "max_time": 3, "do_sample": False}},
-            "generation_kwargs has ['do_sample', 'min_p']; allowed are ['cache_config', 'cache_implementation', "
-            "'disable_compile', 'max_time', 'prefill_chunk_size']",
+            {"generation_kwargs": {"min_p": 0.1, "cache_config": {}, "do_sample": False, "max_time": 3}},
+            "generation_kwargs has ['do_sample', 'max_time', 'min_p']; allowed are ['cache_config', "
+            "'cache_implementation']",
         ),
         (
             {"missing_eos_penalty": 1.0, "missing_eos_score": -2.0},
@@ -318,7 +321,7 @@ def test_what_is_refused_and_why(make, options, message):
         make(**options)
 
 
-@pytest.mark.parametrize("name", ["max_time", "cache_implementation", "cache_config", "prefill_chunk_size"])
+@pytest.mark.parametrize("name", ["cache_implementation", "cache_config"])
 def test_generation_options_that_leave_the_distribution_alone_are_allowed(make, name):
     assert make(generation_kwargs={name: 5}).generation_options[name] == 5
 
@@ -358,8 +361,8 @@ def test_without_total_episodes_the_number_of_steps_is_left_alone(make):
 
 @pytest.mark.parametrize("name", ["model_init_kwargs", "generation_kwargs", "reward_model_init_kwargs"])
 def test_dict_options_are_read_from_json(make, name):
-    assert getattr(make(**{name: '{"max_time": 2.5}'}), name) == {"max_time": 2.5}
-    assert getattr(make(**{name: {"max_time": 2.5}}), name) == {"max_time": 2.5}
+    assert getattr(make(**{name: '{"cache_config": 2.5}'}), name) == {"cache_config": 2.5}
+    assert getattr(make(**{name: {"cache_config": 2.5}}), name) == {"cache_config": 2.5}
     assert getattr(make(**{name: None}), name) is None
 
 
@@ -371,13 +374,9 @@ def test_text_that_is_no_json_object_is_named(make, name, text):
 
 
 def test_generation_options(make):
-    config = make(temperature=0.5, max_completion_length=9, generation_kwargs={"max_time": 3})
-    assert config.generation_options == {
-        "do_sample": True,
-        "temperature": 0.5,
-        "max_new_tokens": 9,
-        "max_time": 3,
-    }
+    assert make().generation_options == {}
+    cache = {"cache_implementation": "static"}
+    assert make(generation_kwargs=cache).generation_options == cache
 
 
 def test_model_options(make):

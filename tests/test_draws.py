@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from builders import EOS, PAD, tiny_model, tiny_tokenizer
 from ppo_lora import Prompts, SharedBase
-from ppo_lora.draws import InverseTransform, SampledLogprobs, uniform_draws
+from ppo_lora.draws import inverse_transform, uniform_draws
 from ppo_lora.evaluation import EvaluationConfig
 from ppo_lora.rollout import sample
 
@@ -24,11 +24,9 @@ def token(logits: list[float], number: float, temperature: float) -> int:
 
 
 def drawn(logits: torch.Tensor, number: float, temperature: float = 1.0) -> int:
-    """The token that is left of one row, drawn as the second after a prompt of three."""
-    draws = torch.tensor([[0.99, number]], dtype=torch.float64)
-    (row,) = InverseTransform(draws, temperature, prompt_length=3)(torch.zeros(1, 4, dtype=torch.long), logits[None])
-    assert row.isfinite().sum() == 1
-    return int(row.argmax())
+    """The token of one row."""
+    probabilities = torch.softmax(logits[None] / temperature, dim=-1)
+    return int(inverse_transform(probabilities, torch.tensor([number], dtype=torch.float64)))
 
 
 @given(
@@ -50,8 +48,8 @@ def test_tokens_come_as_often_as_they_are_likely():
     logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
     count = 20_000
     numbers = uniform_draws(count, 1, 7)
-    drawn = InverseTransform(numbers, 0.8, 0)(torch.zeros(count, 0, dtype=torch.long), logits.repeat(count, 1))
-    shares = torch.bincount(drawn.argmax(dim=1), minlength=4) / count
+    drawn = inverse_transform((logits / 0.8).softmax(0).repeat(count, 1), numbers[:, 0])
+    shares = torch.bincount(drawn, minlength=4) / count
     torch.testing.assert_close(shares, (logits / 0.8).softmax(0), rtol=0, atol=0.015)
 
 
@@ -76,27 +74,14 @@ def test_a_row_says_the_same_whatever_stands_beside_it():
     assert len({tuple(row) for row in together}) == 3 and tiny_tokenizer().eos_token_id == EOS
 
 
-def test_log_probabilities_are_those_that_tokens_were_sampled_with():
-    recorder = SampledLogprobs(temperature=0.5)
-    logits = torch.tensor([[[1.0, 2.0], [0.0, 0.0]], [[3.0, 1.0], [2.0, 0.0]]])  # two steps of two rows
-    prompt, first, second = torch.tensor([[7], [7]]), torch.tensor([[1], [0]]), torch.tensor([[0], [1]])
-    assert torch.equal(recorder(prompt, logits[0]), logits[0])
-    recorder(torch.cat([prompt, first], dim=1), logits[1])
-    expected = [
-        [math.log(math.exp(4) / (math.exp(2) + math.exp(4))), math.log(math.exp(6) / (math.exp(6) + math.exp(2)))],
-        [math.log(0.5), math.log(1 / (math.exp(4) + 1))],
-    ]
-    torch.testing.assert_close(recorder.of(torch.cat([prompt, first, second], dim=1)), torch.tensor(expected))
-
-
 def test_sampling_notes_what_the_training_pass_finds():
     base = SharedBase(tiny_model())
     ids = torch.tensor([[PAD, 5, 6], [7, 8, 9], [PAD, PAD, 4], [5, 5, 5], [6, 7, 8]])
     prompts = Prompts(ids, ids != PAD)
     config = EvaluationConfig(max_completion_length=7, temperature=0.6, local_rollout_forward_batch_size=2)
-    torch.manual_seed(3)
-    rollout = sample(base, prompts, config, [EOS], PAD, keep_logprobs=True)
-    assert sample(base, prompts, config, [EOS], PAD).sampling_logprobs is None
+    draws = uniform_draws(5, 7, 3)
+    rollout = sample(base, prompts, config, [EOS], PAD, draws, keep_logprobs=True)
+    assert sample(base, prompts, config, [EOS], PAD, draws).sampling_logprobs is None
     found = base.logprobs("policy", rollout.sequences, rollout.attention_mask, rollout.response_length, 0.6)
     mask = rollout.response_mask
     torch.testing.assert_close(rollout.sampling_logprobs[mask], found[mask], rtol=1e-4, atol=1e-5)

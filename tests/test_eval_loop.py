@@ -162,8 +162,15 @@ def test_evaluation_leaves_training_alone(tmp_path):
 # The best checkpoint
 
 BEST = {
-    **{"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 5, "save_steps": 5, "max_steps": 20},
-    **{"load_best_model_at_end": True, "learning_rate": 3e-2, "lr_scheduler_type": "constant"},
+    **{
+        "eval_strategy": "steps",
+        "save_strategy": "steps",
+        "eval_steps": 5,
+        "save_steps": 5,
+        "max_steps": 20,
+        "seed": 1,
+    },
+    **{"load_best_model_at_end": True, "learning_rate": 1e-2, "lr_scheduler_type": "constant"},
 }
 
 

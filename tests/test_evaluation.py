@@ -194,7 +194,7 @@ def test_progress_counts_responses(base):
 def test_broken_weights_are_named():
     base = load_policies(model_folder("llama"), {"ppo": policy_adapter(seed=1)}, config(), reward=reward_adapter())
     randomize(base.adapters.parameters("ppo"), scale=torch.nan)
-    with pytest.raises(FloatingPointError, match="under ppo are not finite"):
+    with pytest.raises(FloatingPointError, match="The ppo's logits are not finite, so no token can be sampled"):
         evaluated(base, ["ppo"], reference="base", rows=1, functions=[count_w5])
 
 

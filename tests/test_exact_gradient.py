@@ -11,6 +11,7 @@ from enumeration import VOCABULARY, all_responses, objective, response_logprobs,
 from ppo_lora import PPOConfig, Role, Rollout, SharedBase, clipped_policy_loss
 from ppo_lora.losses import kl_loss
 from ppo_lora.rollout import build_experience, score_tokens
+from ppo_lora.rows import compact_rows
 
 KL_COEF = 0.3
 PROMPT = (4, 2, 7)
@@ -50,7 +51,7 @@ def _gradient_of_loss(base: SharedBase, rewards: torch.Tensor, config: PPOConfig
     tokens = score_tokens(base, rollout, config)
     experience = build_experience(rollout, tokens, rewards, KL_COEF, config)
     weights = experience.logprobs.sum(dim=1).exp()
-    logprobs, _ = base(Role.POLICY, sequences, mask, rollout.response_length)
+    logprobs, _ = base(Role.POLICY, compact_rows(sequences, mask, rollout.response_length))
     losses = [
         clipped_policy_loss(new[None], old[None], advantages[None], real[None], 0.2)[0] * real.sum()
         for new, old, advantages, real in zip(

@@ -21,6 +21,7 @@ from bases import (
 )
 from builders import ARCHITECTURES, PAD, padded_batch, randomize
 from ppo_lora import Role, SharedBase
+from ppo_lora.rows import compact_rows
 
 P, T = 5, 6
 WEIGHTS = torch.linspace(-1, 2, 4 * T).view(4, T)
@@ -112,9 +113,9 @@ def test_value_gradients_are_those_of_a_plain_hidden_state_and_head(kind):
 def test_entropy_has_a_gradient_only_when_asked():
     base = full_base()
     ids, mask = padded_batch()
-    _, entropy = base("policy", ids, mask, T)
+    _, entropy = base("policy", compact_rows(ids, mask, T))
     assert not entropy.requires_grad
-    base("policy", ids, mask, T, entropy_gradient=True)[1].sum().backward()
+    base("policy", compact_rows(ids, mask, T), entropy_gradient=True)[1].sum().backward()
     given = _gradients(base)[Role.POLICY]
     loss = 0
     for row, start in _rows(ids, mask):

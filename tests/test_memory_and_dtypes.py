@@ -23,7 +23,9 @@ from bases import (
 )
 from builders import ARCHITECTURES, padded_batch, tiny_model
 from ppo_lora import SharedBase, read_adapter
+from ppo_lora.heads import OutputHead
 from ppo_lora.identity import BaseIdentity
+from ppo_lora.rows import compact_rows
 
 P, T = 5, 6
 
@@ -75,18 +77,19 @@ def test_no_tensor_of_all_logits_is_ever_made(kind, full_rows, checkpointing):
         with torch.no_grad():
             base.logprobs("policy", ids, mask, T_WIDE)
             base.values(ids, mask, T_WIDE)
-        logprobs, entropy = base("policy", ids, mask, T_WIDE, entropy_gradient=True)
+        logprobs, entropy = base("policy", compact_rows(ids, mask, T_WIDE), entropy_gradient=True)
         (logprobs.sum() + entropy.sum()).backward()
         base.logprobs("policy", ids, mask, T_WIDE).sum().backward()
         base.values(ids, mask, T_WIDE).sum().backward()
     assert 0 < largest.elements < forbidden, largest.operation
 
 
-def test_value_and_reward_never_touch_the_output_head():
+def test_value_and_reward_never_touch_the_output_head(monkeypatch):
     base = full_base()
     base.activation_checkpointing_enable()
     ids, mask = padded_batch()
-    calls = []
+    calls, product = [], OutputHead.__call__
+    monkeypatch.setattr(OutputHead, "__call__", lambda self, hidden: calls.append(hidden) or product(self, hidden))
     base.model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(base.active_role))
     base.values(ids, mask, T).sum().backward()
     with torch.no_grad():
@@ -147,9 +150,9 @@ def test_half_precision_gives_float32_results_and_finite_gradients(kind):
     exact = make_base(
         kind="nf4" if kind.startswith("nf4") else "float32", policy=policy_adapter(), reward=reward_adapter()
     )
-    logprobs, entropy = base("policy", ids, mask, T)
+    logprobs, entropy = base("policy", compact_rows(ids, mask, T))
     values, scores = base.values(ids, mask, T), base.scores(ids, mask)
-    expected = *exact("policy", ids, mask, T), exact.values(ids, mask, T), exact.scores(ids, mask)
+    expected = *exact("policy", compact_rows(ids, mask, T)), exact.values(ids, mask, T), exact.scores(ids, mask)
     for given, right in zip((logprobs, entropy, values, scores), expected, strict=True):
         assert given.dtype == torch.float32
         assert 0 < (given - right).abs().mean() < 0.15

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-import ppo_lora.draws
 import ppo_lora.update
 from builders import EOS, PAD, prompts, randomize, tiny_model, tiny_tokenizer
 from ppo_lora import PPOConfig, PPOTrainer, Role, SharedBase
+from ppo_lora.rows import compact_rows
 from runs import config, count_w5, logged, trainer
 
 MEASURED = ("time/", "memory/", "train_")
@@ -85,7 +85,7 @@ def test_the_exact_kl_is_that_of_the_whole_tables(temperature):
             logits = base.model(ids, attention_mask=mask.long(), position_ids=positions).logits
         tables.append((logits[:, 1:-1] / temperature).log_softmax(-1))
     expected = torch.where(mask[:, 2:], (tables[0].exp() * (tables[0] - tables[1])).sum(-1), 0.0)
-    torch.testing.assert_close(base.exact_kl(ids, mask, 4, temperature), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(base.exact_kl(compact_rows(ids, mask, 4), temperature), expected, rtol=1e-4, atol=1e-5)
     assert expected.max() > 0.01
 
 
@@ -165,8 +165,13 @@ def test_a_sampler_that_agrees_changes_nothing_much(tmp_path):
 
 def test_advantages_are_weighed_where_sampling_and_training_differ(tmp_path, monkeypatch):
     """A sampler whose log-probabilities are log 4 too low: the true weight is 4, the cap lets 1.5 through."""
-    original = ppo_lora.draws.SampledLogprobs.of
-    monkeypatch.setattr(ppo_lora.draws.SampledLogprobs, "of", lambda self, ids: original(self, ids) - math.log(4.0))
+    original = SharedBase.sample
+
+    def low(self, *args, **kwargs):
+        responses, logprobs = original(self, *args, **kwargs)
+        return responses, logprobs - math.log(4.0)
+
+    monkeypatch.setattr(SharedBase, "sample", low)
     experiences = []
     for cap in (10.0, 1.5):
         made = trainer(tmp_path / str(cap), importance_sampling_cap=cap)

@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from bases import ALL_KINDS, KINDS, assert_close, full_base, lora_config, make_base, policy_adapter, reward_adapter
 from builders import ARCHITECTURES, padded_batch, randomize
 from ppo_lora import Role, SharedBase, read_adapter
+from ppo_lora.rows import compact_rows
 
 T = 6
 
@@ -239,7 +240,7 @@ def test_an_unknown_role_is_named(name):
     for use in (
         lambda: base.role(name).__enter__(),
         lambda: base.logprobs(name, ids, mask, T),
-        lambda: base(name, ids, mask, T),
+        lambda: base(name, compact_rows(ids, mask, T)),
         lambda: base.adapter(name),
         lambda: base.generate(ids, mask, role=name, max_new_tokens=1),
     ):

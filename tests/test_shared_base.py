@@ -21,6 +21,7 @@ from bases import (
 )
 from builders import ARCHITECTURES, EOS, PAD, VOCABULARY, padded_batch, randomize, tiny_model
 from ppo_lora import Role, SharedBase, default_peft_config
+from ppo_lora.rows import compact_rows
 
 P, T = 5, 6
 FURTHER = {
@@ -196,17 +197,17 @@ def test_padding_gets_zeros():
     base = full_base()
     ids, mask = padded_batch()
     real = mask[:, -T:]
-    logprobs, entropy = base("policy", ids, mask, T)
-    for given in (logprobs, entropy, base("value", ids, mask, T)):
+    logprobs, entropy = base("policy", compact_rows(ids, mask, T))
+    for given in (logprobs, entropy, base("value", compact_rows(ids, mask, T))):
         assert torch.equal(given != 0, real)
 
 
 def test_one_entry_for_every_differentiable_pass():
     base = full_base()
     ids, mask = padded_batch()
-    assert torch.equal(base("value", ids, mask, T), base.values(ids, mask, T))
-    assert torch.equal(base(Role.VALUE, ids, mask, T), base.values(ids, mask, T))
-    logprobs, entropy = base("policy", ids, mask, T, temperature=0.5)
+    assert torch.equal(base("value", compact_rows(ids, mask, T)), base.values(ids, mask, T))
+    assert torch.equal(base(Role.VALUE, compact_rows(ids, mask, T)), base.values(ids, mask, T))
+    logprobs, entropy = base("policy", compact_rows(ids, mask, T), temperature=0.5)
     assert torch.equal(logprobs, base.logprobs("policy", ids, mask, T, 0.5))
     assert torch.equal(entropy, base.logprobs_and_entropy("policy", ids, mask, T, 0.5)[1])
     with torch.no_grad():
