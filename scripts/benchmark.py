@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+import benchmark_checks
 from benchmark_report import by_workload, markdown, measure_rows, picture, terminal_table, wanted_rows
 from benchmark_summary import Summary, combine, ratios, summarize_run
 from benchmark_work import Work, make_base
@@ -37,6 +38,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--workload", choices=("fixed", "ragged", "both"), default="both")
     parser.add_argument("--value", choices=("separate", "shared", "both"), default="both", help="ours: value adapter")
     parser.add_argument("--peer", action=argparse.BooleanOptionalAction, default=True, help="measure TRL 1.12 too")
+    parser.add_argument("--checks", action="store_true", help="also the cost of roles, vocabulary and rows")
     parser.add_argument("--repeats", type=int, default=2, help="processes of each kind; medians are told")
     parser.add_argument("--iterations", type=int, default=work.iterations, help="a process; the first is not counted")
     for name in ("hidden", "layers", "intermediate", "vocab", "response_length", "epochs", "micro_rows"):
@@ -111,12 +113,19 @@ def environment(options: argparse.Namespace, first_on_path: Path | None = None) 
 def run(name: str, work: Work, folder: Path, variables: dict[str, str]) -> dict[str, Any]:
     """Measure one workload in a process of its own.
 
+    Args:
+        name: ``trl``, ``separate`` or ``shared`` for that contender, ``roles`` for the memory of the roles.
+        work: the workload.
+        folder: for its files: the work, the result, the log.
+        variables: of its environment.
+
     Raises:
         RuntimeError: the process failed; the message has the end of its log.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    script = "benchmark_peer.py" if name == "trl" else "benchmark_ours.py"
-    paths = {kind: folder / f"{work.name}-{name}-{work.run_seed}.{kind}" for kind in ("work", "json", "log")}
+    script = {"trl": "benchmark_peer.py", "roles": "benchmark_checks.py"}.get(name, "benchmark_ours.py")
+    label = f"{work.name}-{name}-{work.prompts}-{work.vocab}-{work.run_seed}"
+    paths = {kind: folder / f"{label}.{kind}" for kind in ("work", "json", "log")}
     work.save(paths["work"])
     command = [sys.executable, str(SCRIPTS / script), str(paths["work"]), str(paths["json"])]
     with paths["log"].open("w") as log:
@@ -162,17 +171,35 @@ class Benchmark:
                 value = "separate" if name == "trl" else name
                 self._run(name, replace(work, value=value, run_seed=repeat))
 
+    def check(self, work: Work) -> list[dict[str, Any]]:
+        """What roles, vocabulary and rows cost, of the same sizes as ``work``; see benchmark_checks.py."""
+
+        def measured(changed: Work) -> Summary:
+            make_base(changed)
+            runs = [self._measured("separate", replace(changed, run_seed=n)) for n in range(self.options.repeats)]
+            return combine(runs)
+
+        return benchmark_checks.measure(work, measured, lambda changed: self._process("roles", changed))
+
     def _run(self, name: str, work: Work) -> None:
+        self.summaries.setdefault((work.name, name), []).append(self._measured(name, work))
+
+    def _process(self, name: str, work: Work) -> dict[str, Any]:
         variables = environment(self.options, self._peer if name == "trl" else None)
-        result = run(name, work, self.options.output / "processes", variables)
+        return run(name, work, self.options.output / "processes", variables)
+
+    def _measured(self, name: str, work: Work) -> Summary:
+        result = self._process(name, work)
         summary = summarize_run(name, work, result)
         self.results.append(result)
-        self.summaries.setdefault((work.name, name), []).append(summary)
+        responses = f"responses of {summary.mean_response:.1f} tokens"
         self.console.print(
-            f"{work.name:<7}{name:<9}run {work.run_seed + 1}: {summary.seconds:7.2f} s an iteration, "
-            f"{summary.peak_mib:6.0f} MiB, responses of {summary.mean_response:.1f} tokens",
+            f"{work.name:<7}{name:<9}{work.prompts:>3} rows, vocabulary {work.vocab}, run {work.run_seed + 1}: "
+            f"{summary.seconds:7.2f} s an iteration, {summary.peak_mib:6.0f} MiB, {responses}",
             highlight=False,
+            soft_wrap=True,
         )
+        return summary
 
 
 def facts(results: Sequence[dict[str, Any]], work: Work) -> list[str]:
@@ -187,10 +214,12 @@ def facts(results: Sequence[dict[str, Any]], work: Work) -> list[str]:
     ]
 
 
-def report(console: Console, benchmark: Benchmark, made: Sequence[Work], output: Path) -> None:
+def report(
+    console: Console, benchmark: Benchmark, made: Sequence[Work], checks: list[dict[str, Any]], output: Path
+) -> None:
     """Print the tables; write JSON, picture and markdown."""
     summaries = [combine(runs) for runs in benchmark.summaries.values()]
-    wanted = ratios(summaries)
+    wanted = [*ratios(summaries), *checks]
     told = facts(benchmark.results, made[0])
     for each in by_workload(summaries):
         console.print(terminal_table("An iteration; in brackets the floor at the measured rates", measure_rows(each)))
@@ -219,10 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for work in made:
             benchmark.measure(work)
+        checks = benchmark.check(replace(made[0], **SIZES["fixed"])) if options.checks else []
     except RuntimeError as error:
         console.print(str(error), markup=False, highlight=False)
         return 1
-    report(console, benchmark, made, options.output)
+    report(console, benchmark, made, checks, options.output)
     return 0
 
 
