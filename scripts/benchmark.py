@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -29,6 +30,7 @@ SCRIPTS = Path(__file__).resolve().parent
 TRL_VERSION = "1.12.0"
 SIZES = {"fixed": {"prompts": 8, "prompt_length": 32}, "ragged": {"prompts": 16, "prompt_length": 64}}
 LOG_TAIL = 2000
+BEGIN, END = "<!-- scripts/benchmark.py: begin -->", "<!-- scripts/benchmark.py: end -->"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -54,6 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--config", action="append", default=[], metavar="NAME=JSON", help="option of our PPOConfig")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/ppo_lora_benchmark"), help="bases and the peer")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark"))
+    parser.add_argument("--docs", type=Path, help="page to write the tables into, between its markers")
     return parser.parse_args(arguments)
 
 
@@ -214,10 +217,23 @@ def facts(results: Sequence[dict[str, Any]], work: Work) -> list[str]:
     ]
 
 
+def write_page(page: Path, text: str) -> None:
+    """Put ``text`` between the markers of a page.
+
+    Raises:
+        SystemExit: there are none.
+    """
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{page} lacks the lines '{BEGIN}' and '{END}', between which the tables go.")
+    page.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
+
+
 def report(
     console: Console, benchmark: Benchmark, made: Sequence[Work], checks: list[dict[str, Any]], output: Path
-) -> None:
-    """Print the tables; write JSON, picture and markdown."""
+) -> str:
+    """Print the tables; write JSON, picture and markdown; return the markdown."""
     summaries = [combine(runs) for runs in benchmark.summaries.values()]
     wanted = [*ratios(summaries), *checks]
     told = facts(benchmark.results, made[0])
@@ -232,9 +248,11 @@ def report(
         "processes": benchmark.results,
     }
     (output / "benchmark.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    (output / "benchmark.md").write_text(markdown(summaries, wanted, told), encoding="utf-8")
+    text = markdown(summaries, wanted, told)
+    (output / "benchmark.md").write_text(text, encoding="utf-8")
     picture(summaries, output / "benchmark.png")
     console.print(f"written: {output}/benchmark.json, .md, .png", highlight=False, soft_wrap=True)
+    return text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -252,7 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         console.print(str(error), markup=False, highlight=False)
         return 1
-    report(console, benchmark, made, checks, options.output)
+    text = report(console, benchmark, made, checks, options.output)
+    if options.docs:
+        shutil.copy(options.output / "benchmark.png", options.docs.with_suffix(".png"))
+        picture_line = f"![Time by phase, and memory]({options.docs.with_suffix('.png').name})"
+        write_page(options.docs, f"{text}\n{picture_line}\n")
     return 0
 
 

@@ -40,7 +40,7 @@ def measure_rows(summaries: Sequence[Summary]) -> Rows:
     """One workload's measures, a column for each contender; what nobody has is left out."""
     rows = [
         *((f"{LABELS.get(name, name)}, s", [_seconds(each, name) for each in summaries]) for name in PHASES),
-        ("iteration, s", [f"{each.seconds:.2f}" for each in summaries]),
+        ("iteration, s", [f"{each.seconds:.2f}" + _bracket(sum(each.floors.values())) for each in summaries]),
         ("real tokens a second", [f"{each.tokens_per_second:.1f}" for each in summaries]),
         ("peak memory, MiB", [f"{each.peak_mib:.0f}" for each in summaries]),
         *(
@@ -61,8 +61,11 @@ def _seconds(summary: Summary, phase: str) -> str:
     """Seconds and, in brackets, the floor; nothing where the phase is not told apart."""
     if phase not in summary.phases:
         return ""
-    floor = _floor(summary, phase)
-    return f"{summary.phases[phase]:.2f}" + (f" ({floor:.2f})" if floor else "")
+    return f"{summary.phases[phase]:.2f}" + _bracket(_floor(summary, phase))
+
+
+def _bracket(floor: float) -> str:
+    return f" ({floor:.2f})" if floor else ""
 
 
 def _floor(summary: Summary, phase: str) -> float:
@@ -112,8 +115,12 @@ def markdown_table(rows: Rows) -> str:
 
 def markdown(summaries: Sequence[Summary], ratios: Sequence[dict[str, Any]], facts: Sequence[str]) -> str:
     """The fragment that goes into docs/benchmarks.md."""
+    legend = "Seconds by phase; in brackets the floor, from operations and bytes at the measured rates."
     tables = [markdown_table(measure_rows(each)) for each in by_workload(summaries)]
-    return "\n\n".join(["\n".join(f"- {fact}" for fact in facts), *tables, markdown_table(wanted_rows(ratios))]) + "\n"
+    return (
+        "\n\n".join(["\n".join(f"- {fact}" for fact in facts), legend, *tables, markdown_table(wanted_rows(ratios))])
+        + "\n"
+    )
 
 
 def picture(summaries: Sequence[Summary], path: Path) -> None:

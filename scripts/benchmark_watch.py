@@ -20,14 +20,18 @@ class Watch(TrainerCallback):
     gradients; updating ends with the iteration. The value model's part of updating is the time of its forward, and of
     the joint backward from where the gradient of its last hidden states is there: autograd goes through the policy,
     which came later in the forward, before that. The optimizer's steps, over both, are a part of their own.
+
+    Args:
+        device: waited for where a part ends.
+        now: the clock.
     """
 
-    def __init__(self, device: str):
-        self.phases = Phases(device)
+    def __init__(self, device: str, now: Callable[[], float] = time.perf_counter):
+        self.phases = Phases(device, now)
         self.counter = TokenCounter(lambda _: self.phases.phase or "")
         self.seen: list[dict[str, Any]] = []
         self.rollout: dict[str, list[int]] = {}
-        self._device = device
+        self._device, self._now = device, now
         self._value_seconds = self._optimizer_seconds = 0.0
         self._value_since: float | None = None
 
@@ -114,4 +118,4 @@ class Watch(TrainerCallback):
 
     def _time(self) -> float:
         wait(self._device)
-        return time.perf_counter()
+        return self._now()
