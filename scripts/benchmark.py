@@ -266,7 +266,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for work in made:
             benchmark.measure(work)
-        checks = benchmark.check(replace(made[0], **SIZES["fixed"])) if options.checks else []
+        fixed = made[0] if made[0].name == "fixed" else replace(made[0], **SIZES["fixed"])
+        checks = benchmark.check(fixed) if options.checks else []
     except RuntimeError as error:
         console.print(str(error), markup=False, highlight=False)
         return 1

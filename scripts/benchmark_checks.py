@@ -59,7 +59,8 @@ def measure(
     """
     few = replace(work, name="fixed", value="separate", prompts=FEW_ROWS)
     wide = replace(few, vocab=VOCABULARY_FACTOR * few.vocab)
-    small, large, many = run(few), run(wide), run(replace(few, prompts=MORE_ROWS))
+    more = replace(few, prompts=MORE_ROWS, iterations=min(2, few.iterations))
+    small, large, many = run(few), run(wide), run(more)
     added = 2 * (wide.vocab - few.vocab) * few.hidden * NUMBER_BYTES[few.dtype] / 2**20
     return rows(
         roles(few),

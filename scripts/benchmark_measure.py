@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import threading
@@ -21,7 +22,7 @@ from benchmark_work import PAD, Work
 
 _MIB = 2**20
 _SQUARE = 1024
-_CALLS = 5
+_BLOCKS, _BLOCK_SECONDS = 3, 0.05
 _COPY_BYTES = 256 * _MIB
 
 
@@ -32,17 +33,22 @@ def wait(device: str) -> None:
 
 
 def _seconds(action: Callable[[], Any], device: str, at_least: float) -> float:
-    """The least seconds of one call, of five or more over ``at_least`` seconds; the first, which warms up, aside."""
-    action()
-    best, calls, start = float("inf"), 0, time.perf_counter()
-    while calls < _CALLS or time.perf_counter() - start < at_least:
-        calls += 1
-        wait(device)
-        begin = time.perf_counter()
-        action()
-        wait(device)
-        best = min(best, time.perf_counter() - begin)
+    """Seconds of one call, the mean of a block of calls: of the best block, over ``at_least`` seconds."""
+    block = max(1, math.ceil(_BLOCK_SECONDS / (_block_seconds(action, device, 4) / 4)))
+    best, blocks, start = float("inf"), 0, time.perf_counter()
+    while blocks < _BLOCKS or time.perf_counter() - start < at_least:
+        blocks += 1
+        best = min(best, _block_seconds(action, device, block) / block)
     return best
+
+
+def _block_seconds(action: Callable[[], Any], device: str, calls: int) -> float:
+    wait(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        action()
+    wait(device)
+    return time.perf_counter() - begin
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -163,10 +164,11 @@ def test_padding_is_what_goes_through_the_first_layer_without_being_real():
     ids = torch.tensor([[PAD, PAD, 5, 6], [7, 8, 9, PAD], [3, 4, 5, 6]])
     model(ids, attention_mask=(ids != PAD).long())
     phase[0] = "updating"
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    model.train()
-    model(ids[2:], attention_mask=(ids[2:] != PAD).long(), use_cache=False).logits.sum().backward()
+    states = model.model.embed_tokens(ids[2:])
+    positions = model.model.rotary_emb(states, torch.arange(4)[None])
+    layer = model.model.layers[0]
+    given = {"position_embeddings": positions, "attention_mask": None}
+    checkpoint(lambda hidden: layer(hidden, **given), states, use_reentrant=False).sum().backward()
     counts = counter.counts()
     assert counts == {"scoring": {"computed": 12, "real": 9}, "updating": {"computed": 4, "real": 4}}
     shares = summary.padding_shares(counts)
