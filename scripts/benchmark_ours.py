@@ -128,6 +128,7 @@ def measure(work: Work) -> dict[str, Any]:
     rates = machine_rates(work)
     memory = PeakMemory(work.device)
     trainer = build(work)
+    loaded = memory.read()
     trainer.train()
     peak = memory.read()
     return {
@@ -135,6 +136,7 @@ def measure(work: Work) -> dict[str, Any]:
         "iterations": trainer.iterations.seen,
         "padding": trainer.counter.counts(),
         "peak_mib": peak,
+        "peak_loading_mib": loaded,
         "rates": better(rates, machine_rates(work)),
     }
 

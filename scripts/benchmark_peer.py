@@ -93,6 +93,7 @@ def measure(work: Work) -> dict[str, Any]:
     rates = machine_rates(work)
     memory = PeakMemory(work.device)
     trainer, watch = build(work)
+    loaded = memory.read()
     trainer.train()
     peak = memory.read()
     return {
@@ -100,6 +101,7 @@ def measure(work: Work) -> dict[str, Any]:
         "iterations": watch.seen,
         "padding": watch.counter.counts(),
         "peak_mib": peak,
+        "peak_loading_mib": loaded,
         "rates": better(rates, machine_rates(work)),
     }
 
