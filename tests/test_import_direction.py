@@ -25,6 +25,9 @@ LEAVES = {"types", "masking"}
 MATHS = {"logprobs", "rewards", "advantages", "losses", "kl_control", "statistics", "normalization"}
 PPO = {"config", "trainer", "rollout", "scorers", "losses", "advantages", "rewards", "kl_control"}
 PPO_FREE = {"shared_base", "adapters"}
+PEERS = {"benchmark_peer"}
+"""Scripts that run an old TRL's PPO itself, in processes of their own, to be compared with."""
+
 # What the modules import and the distributions call otherwise.
 DISTRIBUTION_OF = {"huggingface_hub": "huggingface-hub"}
 
@@ -194,7 +197,16 @@ def test_the_package_imports_only_what_it_declares(module):
 
 @each_script
 def test_scripts_use_only_public_trl(script):
-    assert private_trl(script, SCRIPTS[script]) == []
+    assert script in PEERS or private_trl(script, SCRIPTS[script]) == []
+
+
+@pytest.mark.parametrize("peer", sorted(PEERS))
+def test_the_measured_peer_has_nothing_of_the_package(peer):
+    reached, waiting = set(), [peer]
+    while waiting:
+        reached.add(waiting.pop())
+        waiting += {each.top for name in reached for each in imports(SCRIPTS[name])} & SCRIPTS.keys() - reached
+    assert [str(each) for name in reached for each in imports(SCRIPTS[name]) if each.top == PACKAGE] == []
 
 
 @each_script
