@@ -127,7 +127,10 @@ async def _all_of(waiting: dict[int, Awaitable[Any]]) -> dict[int, Any]:
     """The results of all, or the exceptions of those that raised before the others were cancelled."""
 
     async def wait(awaitable: Awaitable[Any]) -> Any:
-        return await awaitable
+        try:
+            return await awaitable
+        except asyncio.CancelledError as error:  # its own doing, or another has failed and nobody asks for this one
+            raise RuntimeError("it was cancelled") from error
 
     tasks = {i: asyncio.create_task(wait(awaitable)) for i, awaitable in waiting.items()}
     done, pending = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)

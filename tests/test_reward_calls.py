@@ -77,6 +77,14 @@ def test_the_first_that_raises_is_named_and_the_others_are_cancelled(responses):
     assert cancelled == [True]
 
 
+def test_an_asynchronous_function_that_is_cancelled_is_named(responses):
+    async def gives_up(**kwargs):
+        raise asyncio.CancelledError
+
+    with pytest.raises(RuntimeError, match="The reward function gives_up raised RuntimeError: it was cancelled"):
+        call_functions([gives_up], responses, {})
+
+
 def test_a_synchronous_function_that_raises_leaves_nothing_waiting(responses):
     """A coroutine that nobody awaits would be a warning, and so an error."""
 
