@@ -129,8 +129,10 @@ async def _all_of(waiting: dict[int, Awaitable[Any]]) -> dict[int, Any]:
     async def wait(awaitable: Awaitable[Any]) -> Any:
         try:
             return await awaitable
-        except asyncio.CancelledError as error:  # its own doing, or another has failed and nobody asks for this one
-            raise RuntimeError("it was cancelled") from error
+        except Exception:
+            raise
+        except BaseException as error:  # a SystemExit would end the loop, and all would wait for ever
+            raise RuntimeError(f"it was ended by {type(error).__name__}") from error
 
     tasks = {i: asyncio.create_task(wait(awaitable)) for i, awaitable in waiting.items()}
     done, pending = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
