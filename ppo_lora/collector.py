@@ -119,8 +119,9 @@ class Collector:
         if judgement.steps is not None:
             raw_scores = raw_scores + judgement.steps.sum(dim=1)
         metrics |= rescaling_metrics(raw_scores, experience, config)
-        metrics |= source_metrics(judgement.by_source) | judgement.metrics
+        metrics |= source_metrics(judgement.by_source)
         metrics["completions/distinct_ratio"] = torch.tensor(distinct_ratio(responses.completion_ids))
+        metrics = {**judgement.metrics, **metrics}  # what functions log does not replace what was measured
         by_source, logged = judgement.by_source, judgement.metrics
         return ScoredRollout(responses, experience, tokens, by_source, metrics, raw_scores, logged, judgement.extras)
 

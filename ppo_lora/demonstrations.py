@@ -76,7 +76,9 @@ def _text(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     if isinstance(completion, list) and len(completion) == 1 and completion[0].get("role") == "assistant":
-        return str(completion[0]["content"])
+        content = completion[0].get("content")
+        if isinstance(content, str):
+            return content
     raise ValueError(f"{_NAME} has the completion {completion!r}; expected text, or one message of the assistant.")
 
 

@@ -49,8 +49,7 @@ def evaluate_prompts(
     rollout = collector.sample_drawn(prompts, _draws(places, samples, config))
     scored = collector.score(prompts, rollout, kl_coef, trainer_state=state)
     rows = _Rows.of(scored).gathered(accelerator, samples, len(dataset) * samples)
-    metrics = rows.metrics(kl_coef, config, samples)
-    metrics |= _logged_everywhere(scored, accelerator)
+    metrics = {**_logged_everywhere(scored, accelerator), **rows.metrics(kl_coef, config, samples)}
     return scored, {name: float(value) for name, value in metrics.items() if float(value) == float(value)}
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_LARGEST_ERROR = 0.2
+LARGEST_ERROR = 0.2
+"""Of the KL from its target, as a share of it, that an update takes into account (Ziegler et al. 2019)."""
 
 
 class FixedKLController:
@@ -54,7 +55,7 @@ class AdaptiveKLController:
             kl: measured since the last update, the mean over responses in nats.
             responses: measured on how many.
         """
-        error = max(-_LARGEST_ERROR, min(kl / self._target - 1.0, _LARGEST_ERROR))
+        error = max(-LARGEST_ERROR, min(kl / self._target - 1.0, LARGEST_ERROR))
         self.value *= 1.0 + error * responses / self._horizon
 
     def state_dict(self) -> dict[str, float]:

@@ -182,6 +182,7 @@ def _row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_length:
 
 def _tokens(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
     """All tokens of a row, and how many of them are only read."""
+    _check_row(row)
     if "messages" in row:
         return _chat(row["messages"], tokenizer), 0
     if "text" in row:
@@ -193,6 +194,23 @@ def _tokens(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple
         read, whole = _chat(prompt, tokenizer, add_generation_prompt=True), _chat([*prompt, *completion], tokenizer)
     same = (one == other for one, other in zip(read, whole, strict=False))
     return whole, next((place for place, equal in enumerate(same) if not equal), min(len(read), len(whole)))
+
+
+def _check_row(row: Mapping[str, Any]) -> None:
+    allowed = {list} if "messages" in row else {str} if "text" in row else {str, list}
+    kinds = {_kind(part) for part in row.values()}
+    if len(kinds) > 1 or not kinds <= allowed:
+        raise ValueError(
+            f"ptx_dataset has the row {dict(row)!r:.200}; expected text in 'text', chat messages in 'messages', and "
+            "text in both of 'prompt' and 'completion', or messages in both. Leave out rows that are empty."
+        )
+
+
+def _kind(part: Any) -> type | None:
+    """Text, messages, or something else."""
+    if isinstance(part, str):
+        return str
+    return list if isinstance(part, list) and all(isinstance(message, Mapping) for message in part) else None
 
 
 def _text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -124,6 +125,7 @@ def training_prompts(dataset: Any, tokenizer: PreTrainedTokenizerBase, config: P
     if not isinstance(dataset, IterableDataset):
         prompts = _prompt_dataset(dataset, *options)
         check_enough_prompts(len(prompts), config)
+        _check_warmup(prompts, config)
         return prompts
     if config.max_steps <= 0:
         raise ValueError(
@@ -176,6 +178,17 @@ def iterations_of_epoch(source: PromptSource, config: PPOConfig) -> int:
     if isinstance(source, PromptStream):
         return config.max_steps // config.steps_per_iteration
     return -(-len(source) // config.prompts_per_iteration)
+
+
+def _check_warmup(source: PromptSource, config: PPOConfig) -> None:
+    """As :func:`~ppo_lora.validation.check_steps`, where epochs say how long to train."""
+    iterations = math.ceil(config.num_train_epochs * iterations_of_epoch(source, config))
+    if config.max_steps <= 0 and 0 < iterations <= config.value_warmup_iterations:
+        raise ValueError(
+            f"value_warmup_iterations is {config.value_warmup_iterations}, but num_train_epochs="
+            f"{config.num_train_epochs:g} are {iterations} iterations: the policy would never be trained. Lower it, "
+            "or train for longer."
+        )
 
 
 def check_enough_prompts(prompts: int, config: PPOConfig) -> None:

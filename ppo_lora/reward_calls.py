@@ -127,7 +127,12 @@ async def _all_of(waiting: dict[int, Awaitable[Any]]) -> dict[int, Any]:
     """The results of all, or the exceptions of those that raised before the others were cancelled."""
 
     async def wait(awaitable: Awaitable[Any]) -> Any:
-        return await awaitable
+        try:
+            return await awaitable
+        except Exception:
+            raise
+        except BaseException as error:  # a SystemExit would end the loop, and all would wait for ever
+            raise RuntimeError(f"it was ended by {type(error).__name__}") from error
 
     tasks = {i: asyncio.create_task(wait(awaitable)) for i, awaitable in waiting.items()}
     done, pending = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -45,7 +46,7 @@ class RewardServer:
     Args:
         url: where batches are posted to. A name and password in it are sent as basic authentication; they and the
             query are in no message.
-        timeout: seconds to wait for an answer.
+        timeout: seconds to wait for a whole answer.
         retries: how often a batch is sent again after a lost connection, a time-out, a 429 or a 5xx.
         concurrency: batches that are sent at the same time, over kept connections.
         batch_size: completions in a batch.
@@ -53,7 +54,7 @@ class RewardServer:
             to this much more, so that not all come at once.
 
     Raises:
-        ValueError: this is no URL of a server.
+        ValueError: this is no URL of a server, or the token is nothing that a header can hold.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class RewardServer:
         self.__name__ = self.url.partition("://")[2].rstrip("/").replace("/", "_")
         self._retries, self._concurrency, self._batch_size = retries, concurrency, batch_size
         self._first_wait = first_wait
-        self._token = os.environ.get(TOKEN_VARIABLE)
+        self._timeout = timeout
+        self._token = _token()
         self._client = httpx.Client(
             timeout=timeout,
             auth=user,
@@ -148,19 +150,31 @@ class RewardServer:
             ) from None
 
     def _post(self, body: bytes, rows: int) -> list[Any]:
-        answer = self._client.post(self._address, content=body, headers={"Content-Type": "application/json"})
+        answer = self._answer(body)
         status = answer.status_code
         if status != httpx.codes.OK:
             said = " ".join(answer.text.split())[:_SHOWN]
             raise _Refused(f"it answered {status} {said}".rstrip(), again=status == 429 or status >= 500)
         try:
             rewards = answer.json()["rewards"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise _Refused('its answer is no JSON object like {"rewards": [0.5, null]}') from None
         if not isinstance(rewards, list) or len(rewards) != rows:
             given = f"{len(rewards)} rewards" if isinstance(rewards, list) else f"rewards={rewards!r:.{_SHOWN}}"
             raise _Refused(f"its answer has {given}; expected a list of {rows}, one a completion")
         return rewards
+
+    def _answer(self, body: bytes) -> httpx.Response:
+        """A whole answer. httpx's own time-out starts again with every byte that arrives."""
+        until = time.monotonic() + self._timeout
+        headers = {"Content-Type": "application/json"}
+        with self._client.stream("POST", self._address, content=body, headers=headers) as answer:
+            pieces = []
+            for piece in answer.iter_bytes():
+                pieces.append(piece)
+                if time.monotonic() > until:
+                    raise httpx.ReadTimeout(f"no whole answer within {self._timeout:g} s")
+        return httpx.Response(answer.status_code, content=b"".join(pieces))
 
     def _cause(self, error: Exception) -> str:
         """What went wrong, in one line without the token."""
@@ -169,15 +183,25 @@ class RewardServer:
         return text.replace(self._token, "***") if self._token else text
 
 
+def _token() -> str | None:
+    """The token of the environment, without the line's end that a file brings along."""
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(f"The environment variable {TOKEN_VARIABLE} has a character that no HTTP header can hold.")
+    return token or None
+
+
 def _addresses(url: str) -> tuple[str, str, tuple[str, str] | None]:
     """A URL for people (without secrets), one to post to (without the user), and the user's name and password."""
-    parts = urlsplit(url)
+    broken = "A reward server's URL is broken; expected one such as http://localhost:8000/score."
     try:
+        parts = urlsplit(url)
         host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if parts.scheme not in ("http", "https") or not host:
-        raise ValueError("A reward server's URL is broken; expected one such as http://localhost:8000/score.")
+        known = httpx.URL(url).host.strip(".")  # which refuses names that no server can have
+    except (ValueError, httpx.InvalidURL):
+        raise ValueError(broken) from None
+    if parts.scheme not in ("http", "https") or not host or not known or any(letter.isspace() for letter in url):
+        raise ValueError(broken)
     place = f"[{host}]" if ":" in host else host
     place = place if port is None else f"{place}:{port}"
     user = None if parts.username is None else (unquote(parts.username), unquote(parts.password or ""))

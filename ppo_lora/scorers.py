@@ -56,7 +56,7 @@ class Scorer:
         batch_size: rows per pass of the reward role.
 
     Raises:
-        ValueError: there is no source, or the number of weights differs from the number of sources.
+        ValueError: there is no source, the number of weights differs from the number of sources, or all of them are 0.
         TypeError: a reward function cannot be called.
     """
 
@@ -88,6 +88,11 @@ class Scorer:
             raise ValueError(
                 f"reward_weights has {len(self.weights)} numbers; expected {len(self.names)}, one for each of "
                 f"{self.names}."
+            )
+        if not any(self.weights):
+            raise ValueError(
+                f"reward_weights is {self.weights} for {self.names}, so nothing is rewarded; expected at least one "
+                "that is not 0."
             )
 
     @property

@@ -78,6 +78,18 @@ def tokenizer_for(given: Any, model: Any, base: SharedBase, args: SamplingOption
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, base: SharedBase, args: SamplingOptions) -> list[int]:
+    """Those that end a response: the tokenizer's, the model's, and ``stop_token_ids``.
+
+    Raises:
+        ValueError: the base has no token of one of the given ids.
+    """
+    vocabulary = base.config.get_text_config().vocab_size
+    unknown = [token for token in args.stop_token_ids or [] if token >= vocabulary]
+    if unknown:
+        raise ValueError(
+            f"stop_token_ids has {unknown}, the base {vocabulary} tokens; expected ids below that, as "
+            "tokenizer.convert_tokens_to_ids gives them."
+        )
     own = base.generation_config.eos_token_id
     ids = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own]), *(args.stop_token_ids or [])} - {None}
     return sorted(ids)

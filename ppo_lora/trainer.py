@@ -367,7 +367,7 @@ class PPOTrainer(Trainer):
         """Add what the iteration measured to the training logs, under TRL's names."""
         if "loss" in logs:
             self._close_iteration()
-            logs = {**logs, **self._means.pop(self._sum_over_processes, gather_object), **self._memory()}
+            logs = {**self._means.pop(self._sum_over_processes, gather_object), **logs, **self._memory()}
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
             if self.args.health_warnings:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from .kl_control import LARGEST_ERROR
 from .losses import LOSS_AGGREGATIONS
 from .normalization import SCORE_NORMALIZATIONS
 from .rewards import KL_ESTIMATORS
@@ -27,18 +28,18 @@ _POSITIVE_INTEGERS = (
     "ptx_max_length",
     "logits_chunk_mib",
 )
-_POSITIVE = ("temperature", "cliprange", "cliprange_value", "reward_server_timeout")
+_POSITIVE = ("temperature", "cliprange", "cliprange_value", "reward_server_timeout", "adam_epsilon")
 _UNIT = ("gamma", "lam")
 _NOT_NEGATIVE = (
     *("kl_coef", "vf_coef", "entropy_coef", "ptx_coef"),
-    *("learning_rate", "num_completions_to_print"),
+    "learning_rate",
 )
 _OPTIONAL_POSITIVE = (
     *("value_learning_rate", "missing_eos_penalty", "kl_target", "target_kl", "cliprange_high"),
     *("importance_sampling_cap", "kl_warning", "score_clip", "overlong_penalty"),
 )
 _OVER_ONE = ("dual_clip", "ratio_threshold")
-_INTEGERS = ("value_warmup_iterations", "reward_server_retries")
+_INTEGERS = ("value_warmup_iterations", "reward_server_retries", "num_completions_to_print")
 _OPTIONAL_POSITIVE_INTEGERS = (
     *("max_prompt_length", "total_episodes", "num_generations_eval", "ptx_batch_size"),
     *("overlong_buffer_length", "max_tokens_per_micro_batch"),
@@ -55,6 +56,12 @@ _NUMBERS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_NOT_NEGATIVE, lambda number: number >= 0, "a number of at least 0"),
     (("missing_eos_score",), lambda number: True, "a finite number"),
 )
+_SWITCHES = (
+    *("trust_remote_code", "allow_pickle", "normalize_kl_by_length", "log_exact_kl", "whiten_rewards"),
+    *("whiten_advantages", "save_value", "health_warnings", "log_completions"),
+)
+_LISTS = ("reward_weights", "stop_token_ids")
+_DICTS = ("model_init_kwargs", "reward_model_init_kwargs", "generation_kwargs")
 _MAY_BE_NONE = {*_OPTIONAL_POSITIVE, *_OVER_ONE, *_OPTIONAL_POSITIVE_INTEGERS, "missing_eos_score"}
 
 
@@ -77,12 +84,25 @@ def check_config(config: Any) -> None:
     Raises:
         ValueError: the message names the option.
     """
+    _check_kinds(config)
     _check_numbers(config)
     _check_sampling(config)
     _check_missing_eos(config)
     _check_data(config)
     _check_contradictions(config)
     _check_unsupported(config)
+
+
+def _check_kinds(config: Any) -> None:
+    """Text such as "false" would count as true, and one number is no list."""
+    for name in _SWITCHES:
+        if not isinstance(getattr(config, name), bool):
+            raise ValueError(f"{name} is {getattr(config, name)!r}; expected True or False.")
+    for names, kind, wanted in ((_LISTS, (list, tuple), "a list of numbers"), (_DICTS, dict, "a dict")):
+        for name in names:
+            given = getattr(config, name)
+            if given is not None and not isinstance(given, kind):
+                raise ValueError(f"{name} is {given!r}; expected {wanted}, or None.")
 
 
 def _check_numbers(config: Any) -> None:
@@ -151,6 +171,12 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "kl_coef follows nothing without a kl_target; set that too, or leave kl_horizon out",
     ),
     (
+        "kl_horizon",
+        lambda c: c.kl_target is not None and LARGEST_ERROR * c.batch_size >= c.kl_horizon,
+        "an iteration has so many responses that one update could take kl_coef below 0; expected more than a fifth of "
+        "the responses of an iteration, better many times them",
+    ),
+    (
         "kl_target",
         lambda c: c.kl_target is not None and c.kl_coef == 0,
         "kl_coef=0 stays 0, since it is adapted by factors; start above 0",
@@ -169,6 +195,26 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "normalize_kl_by_length",
         lambda c: c.normalize_kl_by_length and c.kl_in == "loss",
         "with kl_in='loss' tokens count as loss_aggregation says; for a mean a response set that to sequence_mean",
+    ),
+    (
+        "normalize_kl_by_length",
+        lambda c: c.normalize_kl_by_length and c.kl_coef == 0,
+        "kl_coef=0 has no penalty to normalize; set kl_coef, or leave normalize_kl_by_length out",
+    ),
+    (
+        "value_warmup_iterations",
+        lambda c: c.value_warmup_iterations > 0 and c.vf_coef == 0,
+        "vf_coef=0 trains no value, so these iterations would train nothing; set vf_coef, or leave the warm-up out",
+    ),
+    (
+        "value_learning_rate",
+        lambda c: c.value_learning_rate is not None and c.vf_coef == 0,
+        "vf_coef=0 trains no value; set vf_coef, or leave value_learning_rate out",
+    ),
+    (
+        "ptx_max_length",
+        lambda c: c.ptx_max_length != _default(c, "ptx_max_length") and not c.ptx_coef,
+        "ptx_coef is 0, so there is no pretraining mix; set ptx_coef, or leave ptx_max_length out",
     ),
     (
         "overlong_penalty",

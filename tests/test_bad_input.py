@@ -101,6 +101,14 @@ CASES = {
         lambda path: {"args": config(path / "run", reward_weights=[1.0, 2.0])},
         r"reward_weights has 2 numbers; expected 1.*count_w5",
     ),
+    "a stop token that the base has not": (
+        lambda path: {"args": config(path / "run", stop_token_ids=[7, 50])},
+        r"stop_token_ids has \[50\], the base 50 tokens; expected ids below that",
+    ),
+    "a warm-up that is all there is": (
+        lambda path: {"args": config(path / "run", max_steps=-1, num_train_epochs=2, value_warmup_iterations=2)},
+        "value_warmup_iterations is 2, but num_train_epochs=2 are 2 iterations",
+    ),
     "adapters beside a SharedBase": (
         lambda path: {"model": SharedBase(tiny_model()), "value_adapter": "shared"},
         "SharedBase already.*value",

@@ -17,6 +17,7 @@ from trl import TrlParser
 
 import ppo_lora
 from ppo_lora import PPOConfig
+from ppo_lora.kl_control import kl_controller
 
 OWN = tuple(inspect.get_annotations(PPOConfig))
 ONLY_CHECKED = {"top_p", "top_k"}
@@ -172,7 +173,7 @@ REFUSED = {
     "vf_coef": (AT_LEAST_ZERO, -0.1, math.nan, math.inf),
     "entropy_coef": (AT_LEAST_ZERO, -0.1, math.nan, math.inf),
     "learning_rate": (AT_LEAST_ZERO, -1e-5, math.nan, math.inf),
-    "num_completions_to_print": (AT_LEAST_ZERO, -1),
+    "num_completions_to_print": ("an integer of at least 0", -1, 1.5),
     "max_prompt_length": (f"{AT_LEAST_ONE}, or None", 0, -1, 2.5),
     "total_episodes": (f"{AT_LEAST_ONE}, or None", 0, -1, 3.3),
     "value_learning_rate": (OPTIONAL, 0.0, -1e-5, math.nan, math.inf),
@@ -224,7 +225,10 @@ def test_a_number_out_of_range_is_named(make, name, value, wanted):
     ids=str,
 )
 def test_the_edge_of_a_range_is_allowed(make, options):
-    needed = {"kl_target": 6.0} if "kl_horizon" in options else {}
+    needed = {
+        **({"kl_target": 6.0, "per_device_train_batch_size": 4} if "kl_horizon" in options else {}),
+        **({"ptx_coef": 1.0} if "ptx_max_length" in options else {}),
+    }
     config = make(**options, **needed)
     assert {name: getattr(config, name) for name in options} == options
 
@@ -233,6 +237,45 @@ def test_the_edge_of_a_range_is_allowed(make, options):
 def test_a_fraction_is_no_integer(make, name):
     with pytest.raises(ValueError, match=f"{name} is 1.5; expected an integer of at least 1"):
         make(**{name: 1.5})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *[
+            ({name: value}, f"{name} is {value!r}; expected True or False.")
+            for name, value in [
+                ("trust_remote_code", "false"),
+                ("allow_pickle", 1),
+                ("normalize_kl_by_length", "no"),
+                ("log_exact_kl", None),
+                ("whiten_rewards", 0.5),
+                ("whiten_advantages", "False"),
+                ("save_value", []),
+                ("health_warnings", 0),
+                ("log_completions", "yes"),
+            ]
+        ],
+        ({"reward_weights": 1.0}, "reward_weights is 1.0; expected a list of numbers, or None."),
+        ({"reward_weights": ""}, "reward_weights is ''; expected a list of numbers, or None."),
+        ({"stop_token_ids": 7}, "stop_token_ids is 7; expected a list of numbers, or None."),
+        ({"generation_kwargs": 5}, "generation_kwargs is 5; expected a dict, or None."),
+        ({"model_init_kwargs": ["x"]}, "model_init_kwargs is ['x']; expected a dict, or None."),
+        ({"reward_model_init_kwargs": True}, "reward_model_init_kwargs is True; expected a dict, or None."),
+        ({"adam_epsilon": math.nan}, "adam_epsilon is nan; expected a number above 0."),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_another_kind_of_value_is_named(make, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**options)
+
+
+def test_the_shortest_horizon_leaves_the_coefficient_above_zero(make):
+    config = make(kl_target=6.0, kl_horizon=4, per_device_train_batch_size=15)
+    controller = kl_controller(config.kl_coef, config.kl_target, config.kl_horizon)
+    controller.update(0.0, config.batch_size)
+    assert 0 < controller.value < config.kl_coef
 
 
 def test_a_missing_eos_score_that_is_no_number_is_refused(make):
@@ -261,6 +304,23 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
             "overlong_buffer_length is 9, but no response is longer than max_completion_length; lower the buffer",
         ),
         ({"kl_horizon": 5}, "kl_horizon is 5, but kl_coef follows nothing without a kl_target; set that too"),
+        (
+            {"kl_target": 6.0, "kl_horizon": 3, "per_device_train_batch_size": 15},
+            "kl_horizon is 3, but an iteration has so many responses that one update could take kl_coef below 0",
+        ),
+        (
+            {"normalize_kl_by_length": True, "kl_coef": 0.0},
+            "normalize_kl_by_length is True, but kl_coef=0 has no penalty to normalize",
+        ),
+        (
+            {"value_warmup_iterations": 1, "vf_coef": 0.0},
+            "value_warmup_iterations is 1, but vf_coef=0 trains no value, so these iterations would train nothing",
+        ),
+        (
+            {"value_learning_rate": 1e-3, "vf_coef": 0.0},
+            "value_learning_rate is 0.001, but vf_coef=0 trains no value; set vf_coef",
+        ),
+        ({"ptx_max_length": 8}, "ptx_max_length is 8, but ptx_coef is 0, so there is no pretraining mix"),
         ({"startup_checks": "on"}, "startup_checks is 'on'; expected one of ['error', 'warn', 'off']."),
         ({"health_warnings": False, "kl_warning": 9.0}, "kl_warning is 9.0, but health_warnings=False says nothing"),
         ({"kl_target": 6.0, "kl_coef": 0.0}, "kl_target is 6.0, but kl_coef=0 stays 0"),

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from ppo_lora.health import RULES, HealthMonitor, Limits, trend
-from runs import logged, trainer
+from ppo_lora.health import RULES, HealthMonitor, Limits, kl_bound, trend
+from runs import count_w5, logged, trainer
 
 
 def told(values, metric, limits=None, steps=1, every=1) -> list[list[str]]:
@@ -51,6 +51,11 @@ def test_no_bound_on_kl_is_no_warning():
     assert told([1e9], "objective/kl", Limits(kl=None)) == [[]]
 
 
+def test_the_bound_on_kl_is_twice_the_target_where_that_is_more():
+    assert kl_bound(50.0, 40.0) == 80.0
+    assert kl_bound(50.0, 20.0) == kl_bound(50.0, None) == 50.0 and kl_bound(None, 40.0) is None
+
+
 def goodhart(scores, gold, watched=("gold",)) -> list[str]:
     monitor = HealthMonitor(Limits(watched=watched), 1)
     seen = []
@@ -65,6 +70,15 @@ def test_a_second_scorer_that_falls_while_the_score_rises():
     assert goodhart(up, up) == goodhart(down, down) == goodhart(up[:19], down[:19]) == goodhart(up, down, ()) == []
     noise = [(-1.0) ** i for i in range(20)]
     assert goodhart(up, noise) == []
+
+
+@pytest.mark.parametrize(("errors", "warnings"), [(1.9, []), (2.1, ["goodhart"])])
+def test_a_second_scorer_has_to_fall_by_two_standard_errors(errors, warnings):
+    noise = [(-1.0) ** i for i in range(10)]  # of variance 10 / 9
+    step = errors * math.sqrt(2 * 10 / 9 / 10)
+    up = noise + [x + step for x in noise]
+    far = [float(i) for i in range(20)]
+    assert goodhart(far, [-x for x in up]) == goodhart(up, [-x for x in far]) == warnings
 
 
 def test_trend_by_hand():
@@ -104,3 +118,13 @@ def test_a_run_says_that_rewards_are_all_the_same_and_counts_it(tmp_path, capsys
 def test_a_run_says_that_the_kl_is_over_its_bound(tmp_path, capsys):
     trainer(tmp_path, max_steps=12, kl_warning=1e-6, learning_rate=0.05, kl_coef=0.0).train()
     assert "kl: objective/kl is" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_watches_its_history_and_the_sources_without_weight(tmp_path):
+    def gold(completions, **kwargs):
+        return [0.0] * len(completions)
+
+    made = trainer(tmp_path, reward_funcs=[count_w5, gold], reward_weights=[1.0, 0.0])
+    logs = [{"loss": 0.0, "step": 4 * (i + 1), "objective/scores": i, "rewards/gold/mean": -i} for i in range(20)]
+    made.state.log_history, made.state.global_step = logs[:19], logs[19]["step"]
+    assert made._warn_of_health(logs[19]) == 1

@@ -260,8 +260,21 @@ def test_a_mixed_run_resumes_bit_for_bit(tmp_path):
             ValueError,
             "The longest row of ptx_dataset has 3000 tokens, the base 2048 positions. Lower ptx_max_length.",
         ),
+        *[
+            (Dataset.from_dict(rows), {"ptx_coef": 0.5}, ValueError, f"ptx_dataset has the row {shown}; expected text")
+            for rows, shown in [
+                ({"text": ["w5", None]}, "{'text': None}"),
+                ({"text": [5]}, "{'text': 5}"),
+                ({"prompt": ["w5"], "completion": [None]}, "{'completion': None, 'prompt': 'w5'}"),
+                ({"messages": [None]}, "{'messages': None}"),
+                ({"messages": ["w5"]}, "{'messages': 'w5'}"),
+            ]
+        ],
     ],
-    ids=["no data", "no coefficient", "list", "empty", "prompts", "no template", "long"],
+    ids=[
+        *("no data", "no coefficient", "list", "empty", "prompts", "no template", "long"),
+        *("no text", "a number", "no completion", "no messages", "text as messages"),
+    ],
 )
 def test_what_is_refused(tmp_path, dataset, options, error, message):
     with pytest.raises(error, match=re.escape(message)):

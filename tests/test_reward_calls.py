@@ -77,6 +77,20 @@ def test_the_first_that_raises_is_named_and_the_others_are_cancelled(responses):
     assert cancelled == [True]
 
 
+@pytest.mark.parametrize("end", [asyncio.CancelledError, SystemExit, KeyboardInterrupt])
+def test_an_asynchronous_function_that_ends_itself_is_named_and_ends_no_other(responses, end):
+    async def gives_up(**kwargs):
+        raise end
+
+    async def goes_on(**kwargs):
+        return "here"
+
+    message = f"The reward function gives_up raised RuntimeError: it was ended by {end.__name__}"
+    with pytest.raises(RuntimeError, match=message):
+        call_functions([gives_up], responses, {})
+    assert call_functions([goes_on], responses, {}) == ["here"]
+
+
 def test_a_synchronous_function_that_raises_leaves_nothing_waiting(responses):
     """A coroutine that nobody awaits would be a warning, and so an error."""
 

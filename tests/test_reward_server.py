@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 
@@ -143,6 +143,45 @@ def test_a_time_out_is_sent_again():
     assert len(served.requests) == 2
 
 
+@contextmanager
+def saying(*pieces: bytes, pause: float = 0.0):
+    """A server that gives this answer to every connection, piece by piece; yields its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection, suppress(OSError):
+                    connection.recv(2**16)
+                    for piece in pieces:
+                        connection.sendall(piece)
+                        time.sleep(pause)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/score"
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_an_answer_that_trickles_in_is_over_its_time():
+    started = time.monotonic()
+    with saying(b"HTTP/1.1 200 OK\r\nContent-Length: 40\r\n\r\n", *[b" "] * 40, pause=0.05) as url:
+        with pytest.raises(RewardSourceError, match=r"ReadTimeout: no whole answer within 0.2 s\."):
+            ask(url, 1, timeout=0.2, retries=0)
+        assert time.monotonic() - started < 1.0
+
+
+def test_json_that_is_nested_too_deeply_is_no_answer():
+    body = b'{"rewards": ' + b"[" * 100_000
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with saying(head + body) as url, pytest.raises(RewardSourceError, match="its answer is no JSON object like"):
+        ask(url, 1, retries=0)
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 302])
 def test_what_will_not_pass_is_not_sent_again(status):
     with serving([(status, {"error": "no such\njudge"})]) as served:
@@ -216,6 +255,21 @@ def test_the_token_is_sent_and_never_shown(monkeypatch):
     assert "very-secret" not in str(caught.value) and "very-secret" not in repr(vars(caught.value))
 
 
+def test_a_token_with_the_end_of_a_line_is_sent_without_it(monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "very-secret\n")
+    with serving() as served:
+        ask(served.url, 1)
+    assert served.headers[0]["Authorization"] == "Bearer very-secret"
+
+
+@pytest.mark.parametrize("token", ["very\nsecret", "very-s\u00e9cret"])
+def test_a_token_that_no_header_can_hold_is_told_without_it(monkeypatch, token):
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    with pytest.raises(ValueError, match=f"{TOKEN_VARIABLE} has a character that no HTTP header can hold") as caught:
+        RewardServer("http://localhost/score")
+    assert "cret" not in str(caught.value)
+
+
 def test_secrets_of_the_url_are_sent_and_never_shown(caplog):
     caplog.set_level("DEBUG")
     with serving([(404, "")]) as served:
@@ -227,7 +281,13 @@ def test_secrets_of_the_url_are_sent_and_never_shown(caplog):
     assert not re.search("p@ss|p%40ss|me:", caplog.text + str(caught.value)) and "hidden" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["http://", "http:///score", "https://user:secret@:1/x", "http://host:port/x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://", "http:///score", "https://user:secret@:1/x", "http://host:port/x", "http://[::1/secret"),
+        *("http://local host/x", "http://host/a\nb", "http://xn--/x", "http://../x", "http://\N{SNOWMAN}.example/x"),
+    ],
+)
 def test_a_broken_url_is_told_without_its_secrets(url):
     with pytest.raises(ValueError, match="A reward server's URL is broken") as caught:
         RewardServer(url)

@@ -11,9 +11,9 @@ from datasets import Dataset
 
 import oracles
 from batches import assert_close
-from builders import CHAT_TEMPLATE, tiny_tokenizer
+from builders import CHAT_TEMPLATE, prompts, tiny_tokenizer
 from ppo_lora.demonstrations import Demonstrations
-from runs import config, logged, trainer
+from runs import config, count_w5, logged, trainer
 
 SCORES = [((7 * i) % 16) / 4 - 1 for i in range(64)]
 """A score for each row of a batch, spread from -1 to 2.75."""
@@ -201,6 +201,11 @@ def test_demonstrations_as_chat(tmp_path):
             "dataset",
             "expected text, or one message of the assistant",
         ),
+        (
+            Dataset.from_dict({"prompt": ["w3"], "completion": [[{"role": "assistant", "content": None}]]}),
+            "dataset",
+            "expected text, or one message of the assistant",
+        ),
     ],
 )
 def test_demonstrations_that_are_refused(tmp_path, dataset, kind, message):
@@ -319,3 +324,25 @@ def test_functions_log_metrics_and_columns_under_trls_keys(tmp_path, capsys, mon
     printed = capsys.readouterr().out
     assert "parsed" in printed and f"<{len(first)}>" in printed
     assert made.evaluate(Dataset.from_dict({"prompt": ["w3"]}))["eval_accuracy"] == 0.5
+
+
+def test_what_functions_log_replaces_nothing_that_was_measured(tmp_path):
+    measured = ("loss", "step", "learning_rate", "objective/kl", "rewards/count_w5/mean", "completions/distinct_ratio")
+
+    def logging(log_metric, **kwargs):
+        for name in measured:
+            log_metric(name, -77.0)
+        return count_w5(**kwargs)
+
+    logging.__name__ = "count_w5"
+    options = {"kl_target": 1.0, "kl_horizon": 100, "eval_strategy": "steps", "eval_steps": 4}
+    with_eval = {"trainer_options": {"eval_dataset": prompts(3)}}
+    plain = trainer(tmp_path / "plain", **options, **with_eval)
+    made = trainer(tmp_path / "made", reward_funcs=logging, **options, **with_eval)
+    plain.train()
+    made.train()
+    for name in measured:
+        assert logged(made)[0][name] == logged(plain)[0][name]
+    evaluated, expected = (next(e for e in t.state.log_history if "eval_objective/kl" in e) for t in (made, plain))
+    for name in measured[3:5]:
+        assert evaluated[f"eval_{name}"] == expected[f"eval_{name}"]

@@ -288,6 +288,13 @@ def test_the_number_of_weights_is_checked(weights):
         _scorer(_length, _answer, weights=weights)
 
 
+def test_weights_that_reward_nothing_are_refused():
+    with pytest.raises(
+        ValueError, match=re.escape("reward_weights is [0.0, 0] for ['_length', '_answer'], so nothing")
+    ):
+        _scorer(_length, _answer, weights=[0.0, 0])
+
+
 @pytest.mark.parametrize("thing", ["a/reward-model", 3, None])
 def test_what_cannot_be_called_is_refused(thing):
     message = f"reward_funcs holds {thing!r}; expected functions f(prompts, completions, completion_ids, **columns)."

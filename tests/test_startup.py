@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from datasets import Dataset
 from rich.console import Console
 
 from bases import full_base, make_base, policy_adapter, reward_adapter
@@ -167,6 +168,16 @@ def test_the_share_of_long_prompts(tmp_path):
         check = check_prompts(dataset, args)
         assert check.status == "warning" and check.seen.startswith("25.0% of 32 over max_prompt_length=3")
     assert check_prompts(PromptDataset(prompts(32), tiny_tokenizer()), args).status == "ok"
+
+
+@pytest.mark.parametrize(("long", "status"), [(2, "ok"), (3, "warning")])
+@pytest.mark.filterwarnings("ignore:.*over max_prompt_length")
+def test_more_than_a_tenth_of_long_prompts_is_a_warning(tmp_path, long, status):
+    given = Dataset.from_dict({"prompt": ["w4 w5"] * long + ["w4"] * (20 - long)})
+    check = check_prompts(
+        PromptDataset(given, tiny_tokenizer(), 1), PPOConfig(str(tmp_path), use_cpu=True, max_prompt_length=1)
+    )
+    assert check.status == status
 
 
 def test_pad_equal_to_eos_is_named_where_a_reward_adapter_reads_it(base):
