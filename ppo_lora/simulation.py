@@ -31,7 +31,7 @@ from .update import MicroBatch, PolicyValueUpdate
 SAMPLING, SCORING, UPDATE = "sampling", "scoring", "update"
 PHASES = (SAMPLING, SCORING, UPDATE)
 
-_FEW, _MORE = 2, 4
+_FEW, _MORE = 2, 3
 """Layers that are run in place of more where all are alike: what is needed grows with each by the same amount."""
 
 
