@@ -15,17 +15,21 @@ from peft import LoraConfig
 
 from .adapters import SHARED, AdapterLike
 from .config import PPOConfig
+from .logprobs import CHUNK_ELEMENTS
 from .plan_setup import loaded_shape, named_shape
 from .planned_base import BaseShape
 from .roles import Role
 from .shared_base import SharedBase
-from .simulation import PHASES, SAMPLING, SCORING, UPDATE, Simulated, changed, simulate
+from .simulation import PHASES, SAMPLING, SCORING, UPDATE, Simulated, Sizes, changed, simulate
 
 GPU_CONTEXT = 2**29
 """Bytes of a GPU that are kept for CUDA itself, in which no tensor can lie."""
 
 FRAGMENTATION = 0.05
 """Share of a GPU that is kept for the gaps between tensors and for kernels' own workspaces."""
+
+STANDING = ("quantized weights", "unquantized weights", "heads", "optimizer")
+"""Parts, beside the adapters, that are there in all phases."""
 
 _MOST_ROWS = 1024
 _MOST_TOKENS = 32768
@@ -120,16 +124,19 @@ class Setup:
         config: everything else.
         prompt_length: tokens of the longest prompt.
         device: whose kernels are counted.
+        chunk_elements: logits held at once.
     """
 
     shape: BaseShape
     config: PPOConfig
     prompt_length: int
     device: torch.device
+    chunk_elements: int = CHUNK_ELEMENTS
 
     def simulate(self, phases: Sequence[str] = PHASES) -> Simulated:
         """See :func:`~ppo_lora.simulation.simulate`."""
-        return simulate(self.shape, self.config, self.prompt_length, self.device, phases)
+        sizes = Sizes(self.prompt_length, self.chunk_elements)
+        return simulate(self.shape, self.config, sizes, self.device, phases)
 
     def peak(self, phases: Sequence[str] = PHASES) -> int:
         """Bytes alive at the most in the phases."""
@@ -254,17 +261,22 @@ def largest_size(setup: Setup, option: str, usable: int, phases: Mapping[str, in
     if others and max(others) > usable:
         return 0
 
+    known = max((phases or {}).get(phase, 0) for phase in depend)
+
     @cache
     def peak(value: int) -> int:
+        if known and value == setup.size(option):
+            return known
         return setup.with_size(option, value).peak(depend)
 
     return largest_fitting(peak, usable, setup.limit(option), start=setup.size(option))
 
 
 def largest_fitting(peak: Callable[[int], int], usable: int, limit: int, start: int = 1) -> int:
-    """The largest value, up to ``limit``, whose peak is not over ``usable``.
+    """The largest value, up to ``limit``, whose peak is not over ``usable``; 0 if there is none.
 
-    Looked for by interpolation, since peaks grow about linearly; that it fits and that one more does not is looked at.
+    Peaks grow about linearly, so the line through the two nearest values says where to look. That the answer fits was
+    looked at; that one more does not was looked at too, or follows from that line.
 
     Args:
         peak: bytes with a value; grows with it.
@@ -281,7 +293,12 @@ def largest_fitting(peak: Callable[[int], int], usable: int, limit: int, start: 
             low = guess
         else:
             high = guess
-        guess = min(max(_interpolated(points, usable, guess), low + 1), high - 1)
+        wanted = _interpolated(points, usable, guess)
+        if len(points) > 2 and wanted == low:
+            return low
+        if len(points) % 4 == 0:
+            wanted = (low + high) // 2
+        guess = min(max(wanted, low + 1), high - 1)
     return low
 
 
@@ -291,7 +308,7 @@ def _interpolated(points: Mapping[int, int], usable: int, guess: int) -> int:
         return guess * 2 if points[guess] <= usable else guess // 2
     one, other = sorted(points, key=lambda value: abs(points[value] - usable))[:2]
     slope = (points[other] - points[one]) / (other - one)
-    return int(one + (usable - points[one]) / slope) if slope > 0 else guess * 2
+    return int(one + (usable - points[one]) // slope) if slope > 0 else guess * 2
 
 
 # What saves memory
@@ -299,32 +316,40 @@ def _interpolated(points: Mapping[int, int], usable: int, guess: int) -> int:
 
 def _levers(setup: Setup, plan: MemoryPlan) -> list[Lever]:
     """What each option would change in the run's peak, the others being as they are."""
-    config, levers = setup.config, []
+    config, shape = setup.config, setup.shape
+    found: list[Lever] = []
 
-    def lever(name: str, how: str, other: Setup, phases: Sequence[str] = PHASES) -> None:
-        kept = {phase: peak for phase, peak in plan.phases.items() if phase not in phases}
-        peak = max({**kept, **other.simulate(phases).peaks}.values())
-        levers.append(Lever(name, how, plan.peak - peak))
+    def lever(name: str, how: str, other: Setup, phases: Sequence[str], lasting: int = 0) -> None:
+        """One that changes the phases, and what lasts by so many bytes in the others."""
+        kept = {phase: peak + lasting for phase, peak in plan.phases.items() if phase not in phases}
+        simulated = other.simulate(phases).peaks if phases else {}
+        found.append(Lever(name, how, plan.peak - max({**kept, **simulated}.values())))
 
     on = not config.gradient_checkpointing
+    word = "on" if on else "off"
     flipped = replace(setup, config=changed(config, gradient_checkpointing=on))
-    lever(
-        f"gradient checkpointing {'on' if on else 'off'}",
-        f"gradient_checkpointing: {str(on).lower()}",
-        flipped,
-        (UPDATE,),
-    )
+    lever(f"gradient checkpointing {word}", f"gradient_checkpointing: {str(on).lower()}", flipped, (UPDATE,))
     if "8bit" not in str(config.optim):
-        lever("8-bit optimizer", "optim: paged_adamw_8bit", replace(setup, config=changed(config, optim="paged_adamw_8bit")))
-    if setup.shape.adapters.get(Role.VALUE) != SHARED:
-        shape = replace(setup.shape, adapters={**setup.shape.adapters, Role.VALUE: SHARED})
-        lever("value on the policy's adapter", "value_adapter: shared", replace(setup, shape=shape))
-    for option, phases in SIZES.items():
-        half = setup.size(option) // 2
-        if half and option not in ("max_prompt_length", "max_completion_length"):
-            effective = min(half, setup.limit(option) // 2) or half
-            lever(f"half the {_WORDS[option]}", f"{option}: {effective}", setup.with_size(option, effective), phases)
-    return levers
+        other = replace(setup, config=changed(config, optim="paged_adamw_8bit"))
+        less = other.simulate(()).optimizer - plan.parts["optimizer"]
+        lever("8-bit optimizer", "optim: paged_adamw_8bit", other, (), less)
+    if shape.adapters.get(Role.VALUE) != SHARED:
+        other = replace(setup, shape=replace(shape, adapters={**shape.adapters, Role.VALUE: SHARED}))
+        bare = other.simulate(())
+        less = sum(bare.standing.values()) + bare.optimizer - _lasting(plan)
+        lever("value on the policy's adapter", "value_adapter: shared", other, (UPDATE,), less)
+    smaller = replace(setup, chunk_elements=setup.chunk_elements // 4)
+    lever("a quarter of the logits chunk", "logprobs.CHUNK_ELEMENTS (no option)", smaller, (SCORING, UPDATE))
+    for option, word in _WORDS.items():
+        half = min(setup.size(option), setup.limit(option)) // 2
+        if half:
+            lever(f"half the {word}", f"{option}: {half}", setup.with_size(option, half), SIZES[option])
+    return found
+
+
+def _lasting(plan: MemoryPlan) -> int:
+    """Weights, adapters, heads and the optimizer's state."""
+    return sum(size for name, size in plan.parts.items() if name in STANDING or name.endswith(" adapter"))
 
 
 _WORDS = {

@@ -70,9 +70,7 @@ def loaded_shape(base: SharedBase) -> BaseShape:
     return BaseShape(config, base.model.dtype, base.compute_dtype, _stored_quantization(config), adapters)
 
 
-def role_configs(
-    given: Mapping[str, AdapterLike | None], fresh: LoraConfig
-) -> dict[Role, LoraConfig | str | None]:
+def role_configs(given: Mapping[str, AdapterLike | None], fresh: LoraConfig) -> dict[Role, LoraConfig | str | None]:
     """Each role's LoRA configuration, as :class:`SharedBase` would give it its adapter.
 
     Args:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from . import logprobs
 from .config import PPOConfig
 from .live_bytes import LiveBytes
-from .logprobs import token_logprobs
 from .metrics import RunningMeans
 from .planned_base import KERNELS, BaseShape, PlannedBase, quantized_kind
 from .roles import Role, label
@@ -80,28 +80,39 @@ class Simulated:
         )
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a run that its configuration does not have.
+
+    Attributes:
+        prompt_length: tokens of the longest prompt.
+        chunk_elements: logits held at once, in numbers.
+    """
+
+    prompt_length: int
+    chunk_elements: int = logprobs.CHUNK_ELEMENTS
+
+
 def simulate(
-    shape: BaseShape, config: PPOConfig, prompt_length: int, device: torch.device, phases: Sequence[str] = PHASES
+    shape: BaseShape, config: PPOConfig, sizes: Sizes, device: torch.device, phases: Sequence[str] = PHASES
 ) -> Simulated:
     """Run the phases and say what they need.
 
     Args:
         shape: of the base and its adapters.
         config: sizes, losses, optimizer.
-        prompt_length: tokens of the longest prompt.
+        sizes: what is not in the configuration.
         device: whose kernels are to be counted, "cpu" or "cuda"; it need not be there for "cpu".
         phases: those that are wanted.
     """
     if shape.layers <= _MORE or not shape.is_uniform:
-        return _simulate(shape, config, prompt_length, device, phases)
-    few, more = (
-        _simulate(shape.with_layers(count), config, prompt_length, device, phases) for count in (_FEW, _MORE)
-    )
+        return _simulate(shape, config, sizes, device, phases)
+    few, more = (_simulate(shape.with_layers(count), config, sizes, device, phases) for count in (_FEW, _MORE))
     return few.extrapolated(more, (shape.layers - _MORE) / (_MORE - _FEW))
 
 
 def _simulate(
-    shape: BaseShape, config: PPOConfig, prompt_length: int, device: torch.device, phases: Sequence[str]
+    shape: BaseShape, config: PPOConfig, sizes: Sizes, device: torch.device, phases: Sequence[str]
 ) -> Simulated:
     mode = FakeTensorMode()
     base = PlannedBase(shape, mode, device)
@@ -109,11 +120,11 @@ def _simulate(
         options = config.gradient_checkpointing_kwargs or {}
         base.activation_checkpointing_enable(options)
     live = LiveBytes(KERNELS, scalar=False)
-    with mode, live, _no_cyclic_garbage():
+    with mode, live, _no_cyclic_garbage(), _few_chunks(sizes.chunk_elements):
         standing = _standing(live, base)
         optimizer = _optimizer_state(base, config)
         state = [torch.empty(optimizer, dtype=torch.uint8, device=device)]
-        run = _Phases(live, base, config, prompt_length, device)
+        run = _Phases(live, base, config, sizes.prompt_length, device)
         kv_cache = run.sampling() if SAMPLING in phases else 0
         if SCORING in phases:
             run.scoring()
@@ -137,6 +148,20 @@ def _no_cyclic_garbage() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def _few_chunks(elements: int) -> Iterator[None]:
+    """Of the chunks of logits, which need all the same, run three; with so many numbers each."""
+    slices, joined, options = logprobs._slices, logprobs._joined, dict(logprobs.token_logprobs.__kwdefaults__ or {})
+    logprobs._slices = lambda total, size: slices(total, size)[:3]
+    logprobs._joined = lambda chunks, like: like.new_empty(len(like), dtype=torch.float32)
+    logprobs.token_logprobs.__kwdefaults__ = {**options, "chunk_elements": elements}
+    try:
+        yield
+    finally:
+        logprobs._slices, logprobs._joined = slices, joined
+        logprobs.token_logprobs.__kwdefaults__ = options
 
 
 class _Phases:
@@ -182,14 +207,13 @@ class _Phases:
         return torch.cat([part, part.new_empty(batch, heads, missing, size)], dim=2)
 
     def scoring(self) -> None:
-        """All roles' passes over one batch of finished rows."""
+        """The passes over one batch of finished rows; the reward adapter's needs no more than the policy's."""
         config, rows = self._config, self._batch
         with self._live.phase(SCORING):
             rollout = self._rollout(max(rows, config.local_batch_size))
-            piece = replace(rollout, **{name: value[:rows] for name, value in vars(rollout).items() if value is not None})
-            if Role.REWARD in self._base.roles:
-                with torch.no_grad():
-                    self._base.scores(piece.sequences, piece.attention_mask)
+            piece = replace(
+                rollout, **{name: value[:rows] for name, value in vars(rollout).items() if value is not None}
+            )
             score_tokens(self._base, piece, config)
 
     def update(self) -> None:
@@ -228,7 +252,7 @@ class _Phases:
             before = self._live.now
             self._live.peaks["chunk"] = 0
             with base._precision():
-                token_logprobs(states, head, self._tokens(1, count)[0], 1.0, vocab_size=head.vocab_size)
+                logprobs.token_logprobs(states, head, self._tokens(1, count)[0], 1.0, vocab_size=head.vocab_size)
         return max(self._live.peaks["chunk"] - before, 0)
 
     @property
