@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import psutil
+import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .memory_plan import MemoryPlan
+from .config import PPOConfig
+from .memory_plan import MemoryPlan, plan_memory
+from .shared_base import SharedBase
+
+_WORTH_A_PLAN = 2**28
+"""Bytes of weights from which on a run on the CPU begins with a plan."""
 
 
 def plan_report(plan: MemoryPlan) -> RenderableType:
@@ -27,6 +34,28 @@ def verdict(plan: MemoryPlan) -> Text:
     have = f"the GPU has {gibibytes(plan.gpu)}, {gibibytes(plan.usable)} of them for tensors"
     word, style = ("fits", "bold green") if plan.fits else ("does not fit", "bold red")
     return Text(f"{text}; {have}: {word}", style=style)
+
+
+def startup_plan(base: SharedBase, args: PPOConfig, prompt_length: int) -> Text | None:
+    """The line of a run's plan for the panel before its first rollout.
+
+    None where there is no GPU and the base is so small that planning would take longer than it is worth, and where
+    the plan fails: a run is not stopped by what is said of it.
+    """
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in base.model.parameters())
+    if not torch.cuda.is_available() and weights < _WORTH_A_PLAN:
+        return None
+    try:
+        return verdict(plan_memory(base, args, prompt_length=prompt_length, search=False))
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return Text(f"memory not planned: {' '.join(str(error).split())[:200]}", style="yellow")
+
+
+def measured_peak() -> Text:
+    """What a run took at the most: the allocator's peak on a GPU, resident memory on the CPU."""
+    if torch.cuda.is_available():
+        return Text(f"measured peak {gibibytes(torch.cuda.max_memory_allocated())} of the GPU")
+    return Text(f"resident memory {gibibytes(psutil.Process().memory_info().rss)}")
 
 
 def gibibytes(size: int) -> str:

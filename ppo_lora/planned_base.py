@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import LoraConfig
@@ -210,16 +210,15 @@ def _fake(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> None
 
     keep: list[Tensor] = []  # an id stands for a tensor as long as it is there
     for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
+        for tensors in (cast("dict[str, Any]", part._parameters), part._buffers):
             tensors.update({name: fake(each) for name, each in tensors.items() if each is not None})
         _fake_scales(part, fake)
 
 
-def _fake_scales(part: nn.Module, fake: Callable[[Tensor], Tensor]) -> None:
+def _fake_scales(part: Any, fake: Callable[[Tensor], Tensor]) -> None:
     if quantized_kind(part) == "Linear8bitLt":
-        state: Any = part.state
-        state.CB, state.SCB = part.weight, fake(state.SCB)
-        part.weight.CB = part.weight.SCB = None  # type: ignore[assignment]
+        part.state.CB, part.state.SCB = part.weight, fake(part.state.SCB)
+        part.weight.CB = part.weight.SCB = None
     elif quantized_kind(part) == "Linear4bit":
         _fake_state(part.weight.quant_state, fake)
         part.quant_state = part.weight.quant_state
@@ -253,7 +252,7 @@ def gemm_4bit(
     if states.device.type == "cuda" and few:
         return states.new_empty(*states.shape[:-1], shape[0])
     ops = torch.ops.bitsandbytes
-    if absmax_8bit is not None:
+    if absmax_8bit is not None and absmax_offset is not None:
         absmax = ops.dequantize_blockwise(absmax_8bit, absmax, absmax_code, _SECOND_BLOCK, torch.float32)
         absmax = absmax + absmax_offset
     whole = ops.dequantize_4bit(weight, absmax, blocksize, quant_type, shape, states.dtype)

@@ -192,12 +192,12 @@ class _Phases:
             del output
             for layer in cache.layers:
                 layer.keys, layer.values = (self._grown(part) for part in (layer.keys, layer.values))
-            size = sum(_size(part) for layer in cache.layers for part in (layer.keys, layer.values))
             sequences = self._tokens(rows, self._prompt + self._response)
             mask = self._mask(rows, self._prompt + self._response - 1).long()
             last = sequences[:, -1:]
             output = base.model(last, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
             _choose(output.logits, self._config.temperature)
+            size = sum(_size(part) for layer in cache.layers for part in (layer.keys, layer.values))
         return size
 
     def _grown(self, part: Tensor) -> Tensor:
@@ -383,5 +383,6 @@ def _of_8bit(size: int) -> int:
 def changed(config: PPOConfig, **changes: Any) -> PPOConfig:
     """A copy with other values, which are not checked against each other again."""
     made = copy.copy(config)
-    vars(made).update(changes)
+    for name, value in changes.items():
+        setattr(made, name, value)
     return made
