@@ -95,13 +95,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("architecture", "kind", "checkpointing", "options"), CASES)
-def test_plan_is_within_10_percent_of_a_real_run(tmp_path, folders, architecture, kind, checkpointing, options):
+def test_plan_is_near_a_real_run(tmp_path, folders, architecture, kind, checkpointing, options):
     options = {"gradient_checkpointing": checkpointing, **options}
     plan = planned(folders[architecture], tmp_path, quantization(kind), **options)
     live = measured(folders[architecture], tmp_path, quantization(kind), **options)
-    assert plan.peak == pytest.approx(live.peak, rel=0.1)
+    assert plan.peak == pytest.approx(live.peak, rel=0.01)  # 10% is promised; it is nearer, and faults are smaller
     for phase, real in PHASES.items():
-        assert plan.phases[phase] == pytest.approx(live.peaks[real], rel=0.1), phase
+        assert plan.phases[phase] == pytest.approx(live.peaks[real], rel=0.025), phase
 
 
 def test_fewer_layers_tell_what_more_need(folders):
@@ -165,6 +165,8 @@ def test_parts_are_counted_by_hand(tmp_path, folders):
     tensors = 2 * layers * 2 * 2 + 1
     assert plan.parts["optimizer"] == 2 * trained + 4 * tensors
     rows, cached = 8, PROMPT + 12 - 1
+    chunk = 4 * 12 // 2 * 1024 * 4  # half of the rows
+    assert 2 * chunk < plan.parts["logits chunk"] < 6 * chunk
     assert plan.parts["KV cache"] == 2 * layers * rows * cached * hidden * 4
 
 
