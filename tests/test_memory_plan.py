@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -82,13 +82,10 @@ def test_kernels_stand_in():
 
 CASES = [
     ("llama", "float32", False, {}),
-    ("llama", "float32", True, {"trainer_options": {"value_adapter": "shared"}}),
+    ("llama", "int8", True, {}),
     ("llama", "nf4-double", True, {}),
-    ("llama", "int8", False, {}),
-    ("gpt2", "float32", True, {}),
+    ("gpt2", "float32", True, {"trainer_options": {"value_adapter": "shared"}}),
     ("gpt2", "nf4", False, {}),
-    ("gpt2", "int8", True, {}),
-    ("gpt_neox", "float32", False, {"trainer_options": {"value_adapter": "shared"}}),
     ("gpt_neox", "nf4", True, {}),
     ("gpt_neox", "int8", False, {}),
 ]
@@ -211,31 +208,36 @@ def test_what_cannot_be_planned_is_said(tmp_path, folders):
         plan_memory(str(tmp_path), args, prompt_length=8)
 
 
-def run_script(*arguments):
-    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+@pytest.fixture
+def run_script(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["plan.py", *arguments])
+        runpy.run_path(str(ROOT / "scripts" / "plan.py"), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_the_script_needs_a_configuration_only(tmp_path, folders):
+def test_the_script_needs_a_configuration_only(tmp_path, folders, run_script):
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text((Path(folders["llama"]) / "config.json").read_text())
     options = ["--model_name_or_path", str(bare), "--output_dir", str(tmp_path / "out"), "--search", "false"]
     sizes = ["--max_prompt_length", "16", "--max_completion_length", "8", "--use_cpu", "true", "--report_to", "none"]
     target = tmp_path / "plan.json"
-    result = run_script(*options, *sizes, "--max_steps", "16", "--gpu_gib", "1", "--json", str(target))
-    assert result.returncode == 0, result.stderr[-2000:]
+    shown = run_script(*options, *sizes, "--max_steps", "16", "--gpu_gib", "1", "--json", str(target))
     written = json.loads(target.read_text())
     assert written["fits"] is True and written["peak"] == max(written["phases"].values())
     for text in ("unquantized weights", "KV cache", "planned peak", "fits", written["peak_phase"]):
-        assert text in result.stdout
+        assert text in shown
     assert not (tmp_path / "out").exists()
 
 
-def test_the_script_says_in_one_line_what_is_wrong(tmp_path):
-    result = run_script("--model_name_or_path", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out"))
-    assert result.returncode == 1
-    assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+def test_the_script_says_in_one_line_what_is_wrong(tmp_path, run_script):
+    with pytest.raises(SystemExit, match="^error: [^\n]+$"):
+        run_script("--model_name_or_path", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out"))
 
 
 def test_a_setup_is_changed_in_one_size(folders, tmp_path):
