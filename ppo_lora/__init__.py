@@ -20,6 +20,8 @@ from .hub import AdapterSource, HubError, hub_errors
 from .logprobs import token_logprobs
 from .losses import clipped_policy_loss, clipped_value_loss, entropy_bonus
 from .masking import masked_mean, masked_var, masked_whiten
+from .memory_plan import Lever, MemoryPlan, plan_memory
+from .plan_display import plan_report
 from .preparation import default_peft_config
 from .responses import Responses
 from .reward_calls import RewardSourceError
@@ -43,6 +45,8 @@ __all__ = [
     "EvaluationConfig",
     "Experience",
     "HubError",
+    "Lever",
+    "MemoryPlan",
     "PPOConfig",
     "PPOTrainer",
     "PolicySamples",
@@ -78,6 +82,8 @@ __all__ = [
     "masked_whiten",
     "numeric_answer_reward",
     "parse_policies",
+    "plan_memory",
+    "plan_report",
     "provenance",
     "read_adapter",
     "reward_source",

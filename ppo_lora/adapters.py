@@ -185,6 +185,18 @@ def read_adapter(source: str | Path | AdapterSource, allow_pickle: bool = False)
     return adapter
 
 
+def read_adapter_config(source: str | Path | AdapterSource) -> LoraConfig:
+    """The configuration of a LoRA adapter, without its weights, which need not be there.
+
+    Raises:
+        ValueError: it is missing or broken, or of another kind of adapter.
+        HubError: the Hub does not give it.
+    """
+    place = AdapterSource.parse(source)
+    with hub_errors("adapter", place.location, place.revision):
+        return role_config(_read_config(_required(place, CONFIG_NAME), place))
+
+
 def _read(place: AdapterSource, allow_pickle: bool) -> Adapter:
     config_path = _required(place, CONFIG_NAME)
     # Everything of one commit, also if the repository changes meanwhile.

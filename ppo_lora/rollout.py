@@ -22,7 +22,7 @@ from .rewards import (
     token_rewards,
 )
 from .roles import Role, RoleName
-from .rows import batches_by_length, compact_rows
+from .rows import Rows, batches_by_length, compact_rows
 from .shared_base import SharedBase
 from .splitting import RowLimit
 from .types import Experience, Prompts, Rollout
@@ -130,25 +130,28 @@ def score_tokens(base: SharedBase, rollout: Rollout, config: PPOConfig, limit: R
         limit: how many rows fit.
     """
     mask, limit = rollout.attention_mask.cpu(), limit or RowLimit("scoring")
+    device = rollout.sequences.device
+
+    def read(rows: Tensor) -> Rows:
+        return compact_rows(rollout.sequences[rows.to(device)], mask[rows], rollout.response_length)
+
     order, pieces = [], []
     for batch in batches_by_length(mask.sum(dim=1), config.local_rollout_forward_batch_size):
-        for rows, scores in limit.run(batch, lambda rows: _scores_of(base, rollout, mask, rows, config)):
+        for rows, scores in limit.run(batch, lambda rows: score_rows(base, read(rows), config)):
             order.append(rows)
             pieces.append(scores)
-    back = torch.cat(order).argsort().to(rollout.sequences.device)
+    back = torch.cat(order).argsort().to(device)
     return TokenScores(*(torch.cat(column)[back] for column in zip(*pieces, strict=True)))
 
 
-def _scores_of(
-    base: SharedBase, rollout: Rollout, mask: Tensor, rows: Tensor, config: PPOConfig
-) -> tuple[Tensor, ...]:
-    """The fields of TokenScores for some rows."""
-    read = compact_rows(rollout.sequences[rows.to(rollout.sequences.device)], mask[rows], rollout.response_length)
+@torch.no_grad()
+def score_rows(base: SharedBase, rows: Rows, config: PPOConfig) -> tuple[Tensor, ...]:
+    """The fields of :class:`TokenScores` for some rows."""
     shared = base.shares_value_adapter
-    logprobs, entropy, *values = base(Role.POLICY, read, config.temperature, with_values=shared)
-    ref_logprobs, _ = base(Role.REFERENCE, read, config.temperature)
-    exact_kl = [base.exact_kl(read, config.temperature)] if config.log_exact_kl else []
-    return (logprobs, ref_logprobs, values[0] if shared else base(Role.VALUE, read), entropy, *exact_kl)
+    logprobs, entropy, *values = base(Role.POLICY, rows, config.temperature, with_values=shared)
+    ref_logprobs, _ = base(Role.REFERENCE, rows, config.temperature)
+    exact_kl = [base.exact_kl(rows, config.temperature)] if config.log_exact_kl else []
+    return (logprobs, ref_logprobs, values[0] if shared else base(Role.VALUE, rows), entropy, *exact_kl)
 
 
 def final_scores(scores: Tensor, rollout: Rollout, config: PPOConfig) -> Tensor:

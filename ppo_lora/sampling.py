@@ -84,7 +84,7 @@ class DecodeLoop:
         tokens, positions = input_ids, position_ids(attention_mask)
         for step in range(steps):
             seen = mask[:, : width + step] if padded else None
-            drawn = self._next_tokens(tokens, seen, positions, cache, rows, running, step)
+            drawn = self.next_tokens(tokens, seen, positions, cache, rows, running, step)
             running = running & ~torch.isin(drawn, self._stops)
             left, broken = torch.stack([running.sum(), self.logprobs[rows, step].isnan().sum()]).tolist()
             if broken:
@@ -100,7 +100,7 @@ class DecodeLoop:
                 )
         return self._responses
 
-    def _next_tokens(
+    def next_tokens(
         self,
         tokens: Tensor,
         seen: Tensor | None,

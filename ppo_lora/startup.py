@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -344,10 +344,11 @@ def _origin(base: SharedBase, role: Any) -> str:
 # The panel
 
 
-def startup_panel(base: SharedBase, checks: Iterable[Check]) -> Panel:
-    """Roles, memory and checks in one frame."""
+def startup_panel(base: SharedBase, checks: Iterable[Check], plan: RenderableType | None = None) -> Panel:
+    """Roles, memory, the plan of it and checks in one frame."""
+    planned = [] if plan is None else [plan, Text()]
     return Panel(
-        Group(_roles_table(base), Text(), _memory_table(memory_parts(base)), Text(), _checks_table(checks)),
+        Group(_roles_table(base), Text(), _memory_table(memory_parts(base)), Text(), *planned, _checks_table(checks)),
         title="ppo_lora: before the first rollout",
         border_style="blue",
         padding=(1, 2),

@@ -42,6 +42,7 @@ from .kl_control import kl_controller
 from .manifest import package_versions
 from .metrics import PhaseClock, RunningMeans
 from .normalization import DatasetNormalizer
+from .plan_display import measured_peak, startup_plan
 from .pretraining import PretrainingMix
 from .prompts import evaluation_prompts, iteration_prompts, iterations_of_epoch, training_prompts
 from .reward_models import ModelReward, RewardSource, reward_functions
@@ -185,9 +186,12 @@ class PPOTrainer(Trainer):
         self._scored, self._checks_due = None, self.args.startup_checks != "off"
         self._update = self._new_update()
         try:
-            return super().train(*args, **kwargs)
+            output: TrainOutput = super().train(*args, **kwargs)
         finally:
             self._trained = True
+        if self.args.startup_checks != "off" and self.is_world_process_zero():
+            print_table(measured_peak())
+        return output
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback; what holds things back until an iteration's end stays the last, so it sees every wish."""
@@ -244,7 +248,8 @@ class PPOTrainer(Trainer):
         checks = judge(sample, self.base, self.scorer, self._train_prompts, self._tokenizer, self.args, fresh)
         if self.is_world_process_zero():
             self._progress.clear()
-            print_table(startup_panel(self.base, checks))
+            plan = startup_plan(self.base, self.args, self._train_prompts.longest)
+            print_table(startup_panel(self.base, checks, plan))
         raise_for(checks)
 
     def _adapt_kl(self, kl: Tensor) -> None:

@@ -1,0 +1,92 @@
+"""How much memory a run of scripts/ppo.py will need, before anything is loaded.
+
+python scripts/plan.py --config configs/quickstart/ppo.yaml [--gpu_gib 24] [--option value ...]
+
+Takes the arguments and the YAML of scripts/ppo.py. Only configurations are read: no weights, no data.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from ppo import PPOScriptArguments
+from ppo_lora import HubError, MemoryPlan, PPOConfig, plan_memory, plan_report
+
+
+@dataclass
+class PlanScriptArguments(PPOScriptArguments):
+    """What to plan, against which GPU."""
+
+    gpu_gib: float | None = field(
+        default=None,
+        metadata={"help": "Memory of the GPU to fit in, GiB. Default: that of the GPU of this machine, if any."},
+    )
+    json: str | None = field(default=None, metadata={"help": "Write the plan to this file, too."})
+    search: bool = field(
+        default=True, metadata={"help": "Look for the largest sizes that fit and for what saves memory."}
+    )
+
+
+@dataclass
+class PlannedConfig(PPOConfig):
+    """The configuration of a run that may be meant for another machine: bf16 is not refused for want of a GPU."""
+
+    def __post_init__(self) -> None:
+        wanted = not self.use_cpu if self.bf16 is None else self.bf16
+        if not torch.cuda.is_available():
+            self.bf16 = self.tf32 = False
+        super().__post_init__()
+        if not torch.cuda.is_available():
+            self.bf16 = wanted
+
+
+def plan(script_args: PlanScriptArguments, training_args: PPOConfig, model_args: ModelConfig) -> MemoryPlan:
+    """The plan of the run that the arguments describe."""
+    if model_args.model_name_or_path is None:
+        raise ValueError("There is no model to plan for; name one with --model_name_or_path.")
+    model_args.use_peft = True
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    return plan_memory(
+        model_args.model_name_or_path,
+        training_args,
+        peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
+        policy_adapter=script_args.policy_adapter,
+        reference_adapter=script_args.reference_adapter,
+        value_adapter=script_args.value_adapter,
+        reward_adapter=script_args.reward_adapter,
+        gpu_bytes=None if script_args.gpu_gib is None else int(script_args.gpu_gib * 2**30),
+        search=script_args.search,
+    )
+
+
+def main() -> None:
+    """Read the arguments, plan, print.
+
+    Raises:
+        SystemExit: what was given cannot be planned; the message is one line.
+    """
+    parser = TrlParser((PlanScriptArguments, PlannedConfig, ModelConfig))
+    try:
+        script_args, training_args, model_args = parser.parse_args_and_config(fail_with_unknown_args=True)
+        made = plan(script_args, training_args, model_args)
+    except (HubError, OSError, TypeError, ValueError) as error:
+        raise SystemExit(f"error: {' '.join(str(error).split())}") from None
+    Console().print(plan_report(made))
+    if script_args.json:
+        Path(script_args.json).write_text(json.dumps(made.as_dict(), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
