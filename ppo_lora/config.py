@@ -238,6 +238,13 @@ class PPOConfig(TrainingArguments):
             "backward (verl's ppo_max_token_len_per_gpu). Default: per_device_train_batch_size rows."
         },
     )
+    pack_sequences: bool = field(
+        default=False,
+        metadata={
+            "help": "Read the rows of a micro-batch or scoring batch as one, without padding; for "
+            "attn_implementation=flash_attention_2 and the like. Others pay with a mask of all pairs of tokens."
+        },
+    )
     gamma: float = field(default=1.0, metadata={"help": "Discount."})
     lam: float = field(default=0.95, metadata={"help": "Lambda of generalized advantage estimation."})
     cliprange: float = field(

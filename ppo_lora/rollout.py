@@ -133,7 +133,8 @@ def score_tokens(base: SharedBase, rollout: Rollout, config: PPOConfig, limit: R
     device = rollout.sequences.device
 
     def read(rows: Tensor) -> Rows:
-        return compact_rows(rollout.sequences[rows.to(device)], mask[rows], rollout.response_length)
+        sequences = rollout.sequences[rows.to(device)]
+        return compact_rows(sequences, mask[rows], rollout.response_length, config.pack_sequences)
 
     order, pieces = [], []
     for batch in batches_by_length(mask.sum(dim=1), config.local_rollout_forward_batch_size):

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_FULL = 256
-"""Tokens that keep a device busy: from there on, rows of another length are better off in a batch of their own."""
-
-_PADDING = 0.1
-"""The share of padding above which they are."""
+_BATCH = 32
+"""What a batch costs beside its tokens, in tokens: many small ones have less padding, but each takes its time."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +21,15 @@ class Rows:
     """Prompts with responses as the base reads them.
 
     Attributes:
-        input_ids: [B, N] int64, each row's tokens from place 0 on; what follows the last one is never read.
-        last: [B] int64, places of each row's last token among the B * N.
-        predictors: [M] int64, places of the states that predict the M response tokens, among the B * N.
+        input_ids: [B, N] int64, each row's tokens from place 0 on; what follows the last one is never read. [1, N] of
+            packed rows, one behind the other.
+        last: [B] int64, places of each row's last token among all of ``input_ids``.
+        predictors: [M] int64, places of the states that predict the M response tokens, among the same.
         tokens: [M] int64, these tokens.
         places: [M] int64, where they are among the B * T of ``shape``.
         shape: (B, T).
+        position_ids: [1, N] int64 of packed rows, which attention tells apart by them; None where places are
+            positions.
     """
 
     input_ids: Tensor
@@ -38,6 +38,7 @@ class Rows:
     tokens: Tensor
     places: Tensor
     shape: tuple[int, int]
+    position_ids: Tensor | None = None
 
     def states(self, hidden: Tensor) -> Tensor:
         """[M, H], the states that predict response tokens, from all of them, [B, N, H]."""
@@ -53,13 +54,14 @@ class Rows:
         return whole.index_copy(0, self.places, values.float()).view(self.shape)
 
 
-def compact_rows(input_ids: Tensor, attention_mask: Tensor, response_length: int = 0) -> Rows:
-    """Move each row's real tokens to its start.
+def compact_rows(input_ids: Tensor, attention_mask: Tensor, response_length: int = 0, packed: bool = False) -> Rows:
+    """Move each row's real tokens to its start, or all rows' behind one another.
 
     Args:
         input_ids: [B, P + T] int64.
         attention_mask: [B, P + T] bool or 0/1, True at real tokens; best on the CPU, which is where it is read.
         response_length: T; 0 for rows of which only the last state matters.
+        packed: make one row of all, without any padding.
 
     Raises:
         ValueError: a row has no token, or a response without a token before it.
@@ -73,39 +75,53 @@ def compact_rows(input_ids: Tensor, attention_mask: Tensor, response_length: int
         broken = int(lengths.argmin()) if not bool(lengths.min()) else int(rows[before.argmin()])
         raise ValueError(f"Row {broken} has no real token before its response; every row needs a prompt.")
     order = mask.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
+    order = order + torch.arange(len(mask))[:, None] * mask.shape[1]
     starts = torch.arange(len(mask)) * width
-    device = input_ids.device
-    moved = [
-        index.to(device, non_blocking=True)
+    if packed:
+        order, starts = mask.flatten().nonzero().T, lengths.cumsum(dim=0) - lengths
+    order, last, predictors, places = (
+        index.to(input_ids.device, non_blocking=True)
         for index in (order, starts + lengths - 1, starts[rows] + before, rows * response_length + columns)
-    ]
-    compact = input_ids.gather(1, moved[0])
-    tokens = compact.flatten()[moved[2] + 1]
-    return Rows(compact, moved[1], moved[2], tokens, moved[3], (len(mask), response_length))
+    )
+    compact = input_ids.flatten()[order]
+    tokens = compact.flatten()[predictors + 1]
+    return Rows(
+        input_ids=compact,
+        last=last,
+        predictors=predictors,
+        tokens=tokens,
+        places=places,
+        shape=(len(mask), response_length),
+        position_ids=positions[mask][None].to(input_ids.device, non_blocking=True) if packed else None,
+    )
 
 
 def batches_by_length(lengths: Tensor, rows: int, tokens: int | None = None) -> list[Tensor]:
-    """Put rows of like length together.
+    """Put rows of like length together, in the batches that cost the least: their tokens, padding included, and each
+    batch as much as some tokens more.
 
     Args:
         lengths: [B] int64, tokens of each row, on the CPU.
         rows: most rows of a batch.
-        tokens: most tokens of a batch, padding included; a row that is longer is a batch of its own. None for a batch
-            of as many rows as there may be, unless too much of it would be padding.
+        tokens: most tokens of a batch, padding included; a row that is longer is a batch of its own. None: no limit.
 
     Returns:
         Indices of rows, longest first.
     """
-    batches: list[list[int]] = []
-    ordered = lengths.argsort(descending=True, stable=True).tolist()
-    longest, real = 0, 0
-    for row in ordered:
-        length = int(lengths[row])
-        size = (len(batches[-1]) + 1) * longest if batches else 0
-        full = not batches or len(batches[-1]) == rows or (tokens is not None and size > tokens)
-        if full or (real >= _FULL and real + length < (1 - _PADDING) * size):
-            batches.append([])
-            longest, real = length, 0
-        batches[-1].append(row)
-        real += length
-    return [torch.tensor(batch) for batch in batches]
+    order = lengths.argsort(descending=True, stable=True)
+    ordered = lengths[order].tolist()
+    best, starts = [0], [0]  # of the first so many rows: their cost, and where their last batch starts
+    for stop in range(1, len(ordered) + 1):
+        fitting = [
+            (best[start] + (stop - start) * ordered[start] + _BATCH, start)
+            for start in range(stop - 1, max(stop - rows, 0) - 1, -1)
+            if start == stop - 1 or tokens is None or (stop - start) * ordered[start] <= tokens
+        ]
+        cost, start = min(fitting)
+        best.append(cost)
+        starts.append(start)
+    batches, stop = [], len(ordered)
+    while stop:
+        batches.append(order[starts[stop] : stop])
+        stop = starts[stop]
+    return batches[::-1]

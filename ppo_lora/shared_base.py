@@ -496,7 +496,26 @@ class SharedBase(TrainableHost):
         """[B, N, H]: the backbone's last hidden states under a role."""
         self._set_checkpointing_layers(torch.is_grad_enabled())
         with self.role(role), self._precision():
-            return self.backbone(rows.input_ids, use_cache=False).last_hidden_state
+            packed = {} if rows.position_ids is None else {"position_ids": rows.position_ids}
+            return self.backbone(rows.input_ids, use_cache=False, **packed).last_hidden_state
+
+    @torch.no_grad()
+    def check_packing(self) -> None:
+        """Compare packed rows with the same rows by themselves.
+
+        Raises:
+            ValueError: they say something else, so the base cannot tell packed rows apart.
+        """
+        ids = torch.arange(10, device=self.device).view(2, 5) % self._output_head.vocab_size
+        apart, packed = (
+            self.forward(Role.REFERENCE, compact_rows(ids, torch.ones_like(ids), 3, packed))[0]
+            for packed in (False, True)
+        )
+        if not self._takes_positions or not torch.allclose(apart, packed, rtol=1e-2, atol=1e-2):
+            raise ValueError(
+                f"{type(self.model).__name__} cannot tell packed rows apart, at least with this attn_implementation. "
+                "Set pack_sequences=False."
+            )
 
     @torch.no_grad()
     def _check_logits(self) -> None:

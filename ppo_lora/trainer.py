@@ -139,6 +139,8 @@ class PPOTrainer(Trainer):
             self.base.compute_dtype = torch.bfloat16
         self.base.chunk_elements = args.logits_chunk_mib * 2**20 // 4
         check_dtype(self.base)
+        if args.pack_sequences:
+            self.base.check_packing()
         check_optimizer(optimizers[0], self.base)
         tokenizer = tokenizer_for(processing_class, model, self.base, args)
         functions = reward_functions(reward_funcs, reward_processing_classes, args)

@@ -44,6 +44,7 @@ class MicroBatch:
 
     Attributes:
         experience: b of the step's rows.
+        packed: whether the base reads them as one row.
         weights: [b, T] float32, what each token's loss counts in the step.
         portion: scalar, the share of the step's rows, over all processes, that are in it.
     """
@@ -51,6 +52,7 @@ class MicroBatch:
     experience: Experience
     weights: Tensor
     portion: Tensor
+    packed: bool = False
 
     def __len__(self) -> int:
         return len(self.experience)
@@ -59,7 +61,7 @@ class MicroBatch:
     def rows(self) -> Rows:
         """What the base reads of it."""
         experience = self.experience
-        return compact_rows(experience.sequences, experience.host_mask, experience.response_length)
+        return compact_rows(experience.sequences, experience.host_mask, experience.response_length, self.packed)
 
     def select(self, rows: Tensor) -> MicroBatch:
         """Some of its rows, [N] int64 on the CPU."""
@@ -67,7 +69,7 @@ class MicroBatch:
             return self
         experience = self.experience.select(rows)
         weights = self.weights[rows.to(self.weights.device)][:, : experience.response_length]
-        return MicroBatch(experience, weights, self.portion * len(rows) / len(self))
+        return MicroBatch(experience, weights, self.portion * len(rows) / len(self), self.packed)
 
 
 def micro_batches_of_step(
@@ -90,6 +92,7 @@ def micro_batches_of_step(
                 experience=piece,
                 weights=aggregation_weights(piece.response_mask, config.loss_aggregation, tokens, rows, length),
                 portion=len(piece) / rows,
+                packed=config.pack_sequences,
             )
             for piece in slot
         ]

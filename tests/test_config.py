@@ -49,6 +49,7 @@ SETTINGS = {
     "logits_chunk_mib": 3,
     "max_tokens_per_micro_batch": 77,
     "sync_timings": True,
+    "pack_sequences": True,
     "num_generations": 4,
     "num_generations_eval": 8,
     "total_episodes": 640,

@@ -6,10 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaModel
 
+from bases import full_base
 from batches import lawful
 from builders import padded_batch
 from ppo_lora.rows import batches_by_length, compact_rows
+from runs import trainer
 
 
 def by_hand(ids, mask, response):
@@ -47,9 +50,11 @@ def test_rows_hold_what_each_response_token_follows(rows, prompt, response, rand
         assert read.last[row] == row * width + len(whole) - 1
 
 
-def test_numbers_go_back_to_their_tokens():
+@pytest.mark.parametrize("packed", [False, True])
+def test_numbers_go_back_to_their_tokens(packed):
     ids, mask = padded_batch(4, 5, 6)
-    read = compact_rows(ids, mask, 6)
+    read = compact_rows(ids, mask, 6, packed)
+    assert (read.input_ids.numel() == mask.sum()) == packed == (read.position_ids is not None)
     hidden = read.input_ids[..., None].float()
     scattered = read.scattered(read.tokens.float())
     assert scattered.dtype == torch.float32
@@ -58,6 +63,42 @@ def test_numbers_go_back_to_their_tokens():
         read.last_states(hidden)[:, 0].long(), torch.stack([i[m][-1] for i, m in zip(ids, mask, strict=True)])
     )
     assert read.states(hidden).shape == (int(mask[:, 5:].sum()), 1)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_rows_say_what_rows_by_themselves_say(architecture, attention):
+    base = full_base(architecture)
+    base.model.set_attn_implementation(attention)
+    base.check_packing()
+    ids, mask = padded_batch(4, 5, 6)
+    for role in ("policy", "reference"):
+        apart, packed = (base(role, compact_rows(ids, mask, 6, packed)) for packed in (False, True))
+        torch.testing.assert_close(packed, apart, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(base("value", compact_rows(ids, mask, 6, True)), base.values(ids, mask, 6))
+
+
+def test_packing_changes_no_training(tmp_path):
+    plain, packed = (trainer(tmp_path / str(on), pack_sequences=on) for on in (False, True))
+    passes = []
+    packed.base.backbone.register_forward_pre_hook(
+        lambda _, given, options: passes.append(given[0].shape[0]) if not options["use_cache"] else None,
+        with_kwargs=True,
+    )
+    for made in (plain, packed):
+        made.train()
+    assert set(passes) == {1}
+    for one, other in zip(plain.base.parameters(), packed.base.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-5)
+
+
+def test_a_base_that_cannot_tell_packed_rows_apart_is_refused(tmp_path, monkeypatch):
+    forward = LlamaModel.forward
+    monkeypatch.setattr(
+        LlamaModel, "forward", lambda self, *args, position_ids=None, **options: forward(self, *args, **options)
+    )
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot tell packed rows apart"):
+        trainer(tmp_path, pack_sequences=True)
 
 
 def test_a_response_needs_something_before_it():
@@ -83,9 +124,24 @@ def test_every_row_is_in_one_batch_that_fits(lengths, rows, tokens):
         assert lengths[batch].tolist() == sorted(lengths[batch].tolist(), reverse=True)
 
 
+def cost(lengths, batches) -> int:
+    return sum(len(batch) * int(lengths[batch].max()) + 32 for batch in batches)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=7).map(torch.tensor), st.integers(1, 7))
+@lawful
+def test_no_other_cut_costs_less(lengths, rows):
+    ordered = lengths.argsort(descending=True)
+    cuts = [
+        [piece for piece in ordered.tensor_split([i + 1 for i in range(len(lengths) - 1) if cut >> i & 1])]
+        for cut in range(2 ** (len(lengths) - 1))
+    ]
+    least = min(cost(lengths, batches) for batches in cuts if max(map(len, batches)) <= rows)
+    assert cost(lengths, batches_by_length(lengths, rows)) == least
+
+
 def test_rows_of_like_length_are_together_and_the_others_apart():
-    lengths = torch.tensor([100, 8, 95, 9, 98, 99, 10])
-    (longest, shortest) = batches_by_length(lengths, 64)
+    longest, shortest = batches_by_length(torch.tensor([100, 8, 95, 9, 98, 99, 10]), 64)
     assert longest.tolist() == [0, 5, 4, 2] and sorted(shortest.tolist()) == [1, 3, 6]
     assert len(batches_by_length(torch.tensor([5, 1, 4, 2]), 64)) == 1, "too few tokens to be worth a batch"
     assert len(batches_by_length(torch.full((64,), 90), 64)) == 1
