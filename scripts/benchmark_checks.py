@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,12 @@ from benchmark_summary import NUMBER_BYTES, Summary
 from benchmark_work import Work, model_options
 
 VOCABULARY_FACTOR, MORE_ROWS, FEW_ROWS = 4, 64, 8
-ROLE_LIMIT, VOCABULARY_LIMIT_MB, ROWS_LIMIT = 0.05, 64, 1.15
+ROLE_LIMIT, VOCABULARY_LIMIT_MB, ROWS_LIMIT, SWITCH_LIMIT = 0.05, 64, 1.15, 1000
+SWITCH = "switch of roles, microseconds"
 
 
 def role_shares(work: Work) -> dict[str, float]:
-    """Bytes of tensors that reference, value and reward each add to a policy, over the base's.
+    """Bytes of tensors that reference, value and reward each add to a policy, over the base's; and a switch's time.
 
     The reference is a frozen copy here, as it is for a policy that starts from an adapter; a fresh policy's costs
     nothing. Gradients and the optimizer's moments of the value come on top in training.
@@ -38,7 +40,17 @@ def role_shares(work: Work) -> dict[str, float]:
         "value": {"value": "separate"},
         "reward": {"reward": str(work.reward_adapter)},
     }
-    return {name: (held(**roles)[0] - policy) / own for name, roles in given.items()}
+    shares = {name: (held(**roles)[0] - policy) / own for name, roles in given.items()}
+    return {**shares, SWITCH: switch_microseconds(base)}
+
+
+def switch_microseconds(base: Any, times: int = 200) -> float:
+    """How long it takes to be another role."""
+    started = time.perf_counter()
+    for _ in range(times):
+        with base.role("reference"):
+            pass
+    return (time.perf_counter() - started) / (2 * times) * 1e6
 
 
 def _sizes(module: Any) -> Iterator[int]:
@@ -82,7 +94,9 @@ def rows(
     small, large, weights = vocabulary
     limit_mib = VOCABULARY_LIMIT_MB * 1e6 / 2**20
     few, many = seconds_a_token
-    told = [(f"memory of the {name} role / the base's", share, ROLE_LIMIT) for name, share in roles.items()]
+    shares = {name: share for name, share in roles.items() if name != SWITCH}
+    told = [(f"memory of the {name} role / the base's", share, ROLE_LIMIT) for name, share in shares.items()]
+    told.append((SWITCH, roles[SWITCH], SWITCH_LIMIT))
     told.append(
         (f"{VOCABULARY_FACTOR} times the vocabulary: peak beyond its weights, MiB", large - small - weights, limit_mib)
     )

@@ -77,6 +77,7 @@ def configuration(work: Work) -> PPOConfig:
     options: dict[str, Any] = {
         "per_device_train_batch_size": work.micro_rows,
         "gradient_accumulation_steps": work.prompts // work.micro_rows,
+        "max_tokens_per_micro_batch": work.micro_rows * (work.prompt_length + work.response_length),
         "num_mini_batches": 1,
         "num_ppo_epochs": work.epochs,
         "total_episodes": work.prompts * work.iterations,

@@ -327,7 +327,7 @@ def test_tables_have_the_numbers_and_leave_out_what_nobody_has(tmp_path):
 
 def test_checks_are_judged_by_their_limits():
     rows = benchmark_checks.rows(
-        roles={"reference": 0.02, "value": 0.051, "reward": 0.02},
+        roles={"reference": 0.02, "value": 0.051, "reward": 0.02, benchmark_checks.SWITCH: 40.0},
         vocabulary=(1000.0, 1120.0, 100.0),
         seconds_a_token=(0.010, 0.0114),
     )
@@ -349,6 +349,7 @@ def test_a_role_costs_its_adapter_and_head(tmp_path):
     assert shares["reference"] == pytest.approx(shape.adapter_weights / base)
     assert shares["reward"] == pytest.approx((shape.adapter_weights + shape.hidden) / base)
     assert shares["value"] == pytest.approx(shape.adapter_weights / base)
+    assert 0 < shares[benchmark_checks.SWITCH] < 1e6
 
 
 # The command

@@ -363,3 +363,19 @@ def test_async_functions_keep_their_event_loop(tmp_path):
 
     trainer(tmp_path, reward_funcs=judge, max_steps=8).train()
     assert len(loops) == 2 and loops[0] is loops[1]
+
+
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit"])
+def test_eight_bit_optimizers_keep_moments_of_the_adapters_alone(tmp_path, optim):
+    large = LoraConfig(r=128, target_modules="all-linear", task_type="CAUSAL_LM")  # small tensors stay in float32
+    made = trainer(tmp_path, optim=optim, trainer_options={"peft_config": large})
+    frozen = {name: p.detach().clone() for name, p in made.base.named_parameters() if not p.requires_grad}
+    before = {name: p.detach().clone() for name, p in made.base.named_parameters() if p.requires_grad}
+    made.train()
+    state = made.optimizer.state
+    assert {id(p) for p in state} == {id(p) for group in made.base.trainable_parameters().values() for p in group}
+    moments = [moment for entry in state.values() for moment in (entry["state1"], entry["state2"])]
+    assert {moment.dtype for moment in moments if moment.numel() >= 4096} == {torch.uint8}
+    assert all(torch.equal(made.base.get_parameter(name), tensor) for name, tensor in frozen.items())
+    assert any(not torch.equal(made.base.get_parameter(name), tensor) for name, tensor in before.items())
