@@ -112,7 +112,7 @@ def batches_by_length(lengths: Tensor, rows: int, tokens: int | None = None) -> 
     ordered = lengths[order].tolist()
     best, starts = [0], [0]  # of the first so many rows: their cost, and where their last batch starts
     for stop in range(1, len(ordered) + 1):
-        fitting = []
+        fitting: list[tuple[int, int]] = []
         for start in range(stop - 1, max(stop - rows, 0) - 1, -1):
             size = (stop - start) * ordered[start]
             if fitting and tokens is not None and size > tokens:
