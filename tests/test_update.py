@@ -170,3 +170,61 @@ def test_the_value_loss_is_logged_before_and_after_clipping(tmp_path):
     loose.train()
     entry = logged(loose)[-1]
     assert entry["loss/value_avg"] == pytest.approx(entry["loss/value_unclipped_avg"])
+
+
+# How a step is cut
+
+
+def passes_of(made) -> list[torch.Size]:
+    """Shapes of what the backbone reads with gradients, as training goes on."""
+    shapes = []
+    made.base.backbone.register_forward_pre_hook(
+        lambda _, given: shapes.append(given[0].shape) if torch.is_grad_enabled() else None
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 10_000])
+def test_micro_batches_in_tokens_change_no_training(tmp_path, tokens):
+    plain = trainer(tmp_path / "plain")
+    cut = trainer(tmp_path / "cut", max_tokens_per_micro_batch=tokens)
+    shapes = passes_of(cut)
+    for made in (plain, cut):
+        made.train()
+    torch.testing.assert_close(flat(cut.base), flat(plain.base), rtol=1e-3, atol=2e-5)
+    assert all(shape[0] == 1 or shape.numel() <= tokens for shape in shapes)
+    steps, rows = 4, 8  # a mini-batch
+    assert {1: len(shapes) == 2 * steps * rows, 40: True, 10_000: len(shapes) < 2 * steps * rows / 2}[tokens]
+
+
+class Apart:
+    """A base whose update is not told that value and policy share an adapter."""
+
+    shares_value_adapter = False
+
+    def __init__(self, base: SharedBase):
+        self._base = base
+
+    def __getattr__(self, name):
+        return getattr(self._base, name)
+
+
+def test_a_shared_value_adapter_takes_one_pass_with_the_gradient_of_two(tmp_path):
+    one = trainer(tmp_path / "one", trainer_options={"value_adapter": "shared"}, vf_coef=1.0)
+    two = trainer(tmp_path / "two", trainer_options={"value_adapter": "shared"}, vf_coef=1.0)
+    shapes = [passes_of(made) for made in (one, two)]
+    one.train()
+    new_update = two._new_update
+
+    def apart():
+        update = new_update()
+        update.base = Apart(two.base)
+        return update
+
+    two._new_update = apart
+    two.train()
+    assert 2 * len(shapes[0]) == len(shapes[1]) > 0
+    torch.testing.assert_close(flat(one.base), flat(two.base), rtol=1e-3, atol=2e-5)
+    for entry, other in zip(logged(one), logged(two), strict=True):
+        assert entry["loss/value_avg"] == pytest.approx(other["loss/value_avg"], rel=1e-3)
+        assert entry["val/clipfrac_avg"] == pytest.approx(other["val/clipfrac_avg"], abs=1e-6)
