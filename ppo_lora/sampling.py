@@ -7,6 +7,7 @@ draw from numbers that depend on the batch, and keep the logits of more than the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -71,6 +72,8 @@ class DecodeLoop:
             ValueError: the model's cache is of a kind of its own.
         """
         attention_mask, cache = self._attention_mask, prepared.get("past_key_values")
+        if cache is None and "past_key_values" in signature(self._backbone.forward).parameters:
+            cache = DynamicCache(config=model.config.get_text_config())  # older versions leave it to the model
         if cache is None:
             raise ValueError(
                 f"{type(model).__name__} does not keep keys and values as transformers' caches do; ppo_lora cannot "

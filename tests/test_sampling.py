@@ -9,6 +9,7 @@ from bases import KINDS, full_base
 from builders import ARCHITECTURES, EOS, PAD, padded_batch, randomize
 from ppo_lora import Role
 from ppo_lora.draws import uniform_draws
+from ppo_lora.sampling import DecodeLoop
 
 P, T = 5, 9
 
@@ -103,13 +104,8 @@ def test_logits_that_are_not_finite_stop_with_the_role():
         base.sample(ids, mask, uniform_draws(6, T, 3), [EOS], PAD)
 
 
-def test_a_model_without_such_a_cache_is_refused(monkeypatch):
-    base = full_base()
-    generate = base.model.generate
-    monkeypatch.setattr(
-        base.model, "generate", lambda custom_generate, **options: custom_generate(base.model, options["input_ids"])
-    )
+def test_a_model_without_such_a_cache_is_refused():
     ids, mask = prompts()
-    with pytest.raises(ValueError, match="LlamaForCausalLM does not keep keys and values as transformers' caches do"):
-        base.sample(ids, mask, uniform_draws(6, T, 3), [EOS], PAD)
-    assert generate is not base.model.generate
+    loop = DecodeLoop(torch.nn.Identity(), torch.nn.Identity(), mask, uniform_draws(6, T, 3), 1.0, [EOS], PAD, True)
+    with pytest.raises(ValueError, match="Identity does not keep keys and values as transformers' caches do"):
+        loop(torch.nn.Identity(), ids)
