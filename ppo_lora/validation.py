@@ -143,6 +143,12 @@ def _check_sampling(config: Any) -> None:
             f"change which tokens are sampled ({why}), or are for another decode loop. Lengths, stop tokens and the "
             "temperature have options of their own."
         )
+    kind = (config.generation_kwargs or {}).get("cache_implementation")
+    if "static" in str(kind):
+        raise ValueError(
+            f"generation_kwargs has cache_implementation={kind!r}: static caches serve compiled decode loops, and "
+            "finished rows could not leave the batch. Leave it out, or use 'offloaded' or 'quantized'."
+        )
 
 
 _UNSUPPORTED = {

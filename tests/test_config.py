@@ -338,6 +338,10 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
             {"value_warmup_iterations": 5, "total_episodes": 40},
             "value_warmup_iterations is 5, but the run has 5 iterations: the policy would never be trained.",
         ),
+        (
+            {"generation_kwargs": {"cache_implementation": "static"}},
+            "generation_kwargs has cache_implementation='static': static caches serve compiled decode loops",
+        ),
         ({"fp16": True}, "fp16=True: PPO's ratios overflow in float16. Use bf16=True, or neither for float32."),
         ({"top_p": 0.9}, "top_p is 0.9; expected 1.0 (PPO's log-probabilities are those of the whole distribution"),
         ({"top_k": 50}, "top_k is 50; expected 0 (PPO's log-probabilities are those of the whole distribution"),
@@ -436,7 +440,7 @@ def test_text_that_is_no_json_object_is_named(make, name, text):
 
 def test_generation_options(make):
     assert make().generation_options == {}
-    cache = {"cache_implementation": "static"}
+    cache = {"cache_implementation": "quantized"}
     assert make(generation_kwargs=cache).generation_options == cache
 
 

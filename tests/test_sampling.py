@@ -74,11 +74,10 @@ def test_finished_rows_leave_the_batch():
     assert sizes == [sum(length > step for length in lengths) for step in range(max(lengths))]
 
 
-def test_other_caches_say_the_same_though_nobody_leaves():
+def test_other_caches_say_the_same():
     base = full_base()
-    sizes, responses = batch_sizes(base, cache_implementation="static")
-    assert set(sizes) == {8}
-    assert torch.equal(responses, batch_sizes(base)[1])
+    sizes, responses = batch_sizes(base, cache_implementation="dynamic")
+    assert sizes == batch_sizes(base)[0] and torch.equal(responses, batch_sizes(base)[1])
 
 
 def test_rows_without_padding_need_no_mask():
