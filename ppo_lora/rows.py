@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BATCH = 32
+BATCH_COST = 64
 """What a batch costs beside its tokens, in tokens: many small ones have less padding, but each takes its time."""
 
 
@@ -117,7 +117,7 @@ def batches_by_length(lengths: Tensor, rows: int, tokens: int | None = None) -> 
             size = (stop - start) * ordered[start]
             if fitting and tokens is not None and size > tokens:
                 break
-            fitting.append((best[start] + size + _BATCH, start))
+            fitting.append((best[start] + size + BATCH_COST, start))
         cost, start = min(fitting)
         best.append(cost)
         starts.append(start)

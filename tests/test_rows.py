@@ -11,7 +11,7 @@ from transformers import LlamaModel
 from bases import full_base
 from batches import lawful
 from builders import padded_batch
-from ppo_lora.rows import batches_by_length, compact_rows
+from ppo_lora.rows import BATCH_COST, batches_by_length, compact_rows
 from runs import trainer
 
 
@@ -125,7 +125,7 @@ def test_every_row_is_in_one_batch_that_fits(lengths, rows, tokens):
 
 
 def cost(lengths, batches) -> int:
-    return sum(len(batch) * int(lengths[batch].max()) + 32 for batch in batches)
+    return sum(len(batch) * int(lengths[batch].max()) + BATCH_COST for batch in batches)
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=7).map(torch.tensor), st.integers(1, 7))
