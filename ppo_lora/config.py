@@ -235,11 +235,11 @@ class PPOConfig(TrainingArguments):
             "backward (verl's ppo_max_token_len_per_gpu). Default: per_device_train_batch_size rows."
         },
     )
-    pack_sequences: bool = field(
-        default=False,
+    pack_sequences: bool | None = field(
+        default=None,
         metadata={
-            "help": "Read the rows of a micro-batch or scoring batch as one, without padding; for "
-            "attn_implementation=flash_attention_2 and the like. Others pay with a mask of all pairs of tokens."
+            "help": "Read the rows of a micro-batch or scoring batch as one, without padding. Default: where the "
+            "base's attention is sdpa or flash attention. With true, others pay with a mask of all pairs of tokens."
         },
     )
     gamma: float = field(default=1.0, metadata={"help": "Discount."})

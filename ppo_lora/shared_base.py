@@ -17,6 +17,7 @@ from .heads import OutputHead
 from .hub import check_safetensors, hub_errors
 from .identity import BaseIdentity
 from .logprobs import CHUNK_ELEMENTS, token_logprobs, vocabulary_kl
+from .packing import packed_arguments, tell_rows_apart
 from .preparation import check_base, fresh_config, neutral_generation_config, remove_dropout
 from .role_host import RoleHost
 from .roles import Role, RoleName, label
@@ -43,6 +44,11 @@ class SharedBase(RoleHost):
         peft_config: for the fresh adapters; rank 16 on all linear layers if None.
         identity: which base this is, where more is known than the model's name.
         allow_pickle: read adapters that have no safetensors.
+
+    Attributes:
+        compute_dtype: of the passes.
+        chunk_elements: logits held at once, in numbers.
+        packs_rows: whether :class:`PPOTrainer` and :meth:`scores` read rows as one, without padding.
 
     Warns:
         UserWarning: an adapter was trained on another base, revision or quantization.
@@ -73,6 +79,7 @@ class SharedBase(RoleHost):
         super().__init__(model, adapters, fresh_config(peft_config, model), identity or BaseIdentity.of(model))
         self.compute_dtype: torch.dtype = dtype
         self.chunk_elements = CHUNK_ELEMENTS
+        self.packs_rows = False
         self._takes_positions = "position_ids" in signature(self.backbone.forward).parameters
         self._output_head = OutputHead(model)
         self.eval()
@@ -241,7 +248,7 @@ class SharedBase(RoleHost):
         """
         self._known(Role.REWARD)
         assert self.reward_head is not None
-        rows = compact_rows(input_ids, attention_mask)
+        rows = compact_rows(input_ids, attention_mask, packed=self.packs_rows)
         return self.reward_head(rows.last_states(self._hidden_states(Role.REWARD, rows)))
 
     @torch.no_grad()
@@ -335,26 +342,38 @@ class SharedBase(RoleHost):
         """[B, N, H]: the backbone's last hidden states under a role."""
         self._set_checkpointing_layers(torch.is_grad_enabled())
         with self.role(role), self._precision():
-            packed = {} if rows.position_ids is None else {"position_ids": rows.position_ids}
+            positions = rows.position_ids
+            packed = {} if positions is None else packed_arguments(self.model, rows.lengths, positions)
             return self.backbone(rows.input_ids, use_cache=False, **packed).last_hidden_state
 
-    @torch.no_grad()
-    def check_packing(self) -> None:
-        """Compare packed rows with the same rows by themselves.
+    def decide_packing(self, wanted: bool | None = None) -> None:
+        """Read rows as one, without padding, from now on or not.
+
+        Args:
+            wanted: None for where attention is quick at it and says the same.
 
         Raises:
-            ValueError: they say something else, so the base cannot tell packed rows apart.
+            ValueError: it is wanted, and the base cannot tell packed rows apart.
         """
-        ids = torch.arange(10, device=self.device).view(2, 5) % self._output_head.vocab_size
-        apart, packed = (
-            self.forward(Role.REFERENCE, compact_rows(ids, torch.ones_like(ids), 3, packed))[0]
-            for packed in (False, True)
-        )
-        if not self._takes_positions or not torch.allclose(apart, packed, rtol=1e-2, atol=1e-2):
+        quick = wanted is not False and tell_rows_apart(self.model)
+        self.packs_rows = (quick or bool(wanted)) and self._packed_rows_say_the_same()
+        if wanted and not self.packs_rows:
             raise ValueError(
                 f"{type(self.model).__name__} cannot tell packed rows apart, at least with this attn_implementation. "
                 "Set pack_sequences=False."
             )
+
+    @torch.no_grad()
+    def _packed_rows_say_the_same(self) -> bool:
+        """Whether packed rows of 2 to 5 tokens say what each says by itself."""
+        if not self._takes_positions:
+            return False
+        ids = torch.arange(20, device=self.device).view(4, 5) % self._output_head.vocab_size
+        mask = torch.arange(5) >= torch.tensor([[0], [3], [1], [2]])
+        apart, packed = (
+            self.forward(Role.REFERENCE, compact_rows(ids, mask, 1, packed))[0] for packed in (False, True)
+        )
+        return torch.allclose(apart, packed, rtol=1e-2, atol=1e-2)
 
     @torch.no_grad()
     def _check_logits(self) -> None:

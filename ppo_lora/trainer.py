@@ -125,8 +125,7 @@ class PPOTrainer(SavingTrainer):
             self.base.compute_dtype = torch.bfloat16
         self.base.chunk_elements = args.logits_chunk_mib * 2**20 // 4
         check_dtype(self.base)
-        if args.pack_sequences:
-            self.base.check_packing()
+        self.base.decide_packing(args.pack_sequences)
         check_optimizer(optimizers[0], self.base)
         tokenizer = tokenizer_for(processing_class, model, self.base, args)
         functions = reward_functions(reward_funcs, reward_processing_classes, args)
@@ -198,6 +197,7 @@ class PPOTrainer(SavingTrainer):
             iterations_of_epoch(self._train_prompts, self.args),
             self.args,
             self.args.seed + self.args.process_index,
+            self.base.packs_rows,
         )
         return DataLoader(stream, batch_size=None)
 
@@ -258,7 +258,7 @@ class PPOTrainer(SavingTrainer):
     ) -> tuple[list[list[MicroBatch]], None]:
         """The micro-batches of one optimizer step; see :func:`~ppo_lora.update.micro_batches_of_step`."""
         slots = [slot for _, slot in zip(range(num_batches), epoch_iterator, strict=False)]
-        return micro_batches_of_step(slots, self.args, self._sum_over_processes), None
+        return micro_batches_of_step(slots, self.args, self._sum_over_processes, self.base.packs_rows), None
 
     # One optimizer step
 
