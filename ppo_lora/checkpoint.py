@@ -15,6 +15,8 @@ from .shared_base import SharedBase
 
 VALUE_FOLDER = "value"
 STATE_FILE = "ppo_state.json"
+LOGS = "logs"
+"""The state of what was measured since the last log. There is none right after one, nor in 0.1.0's checkpoints."""
 
 
 class Stateful(Protocol):
@@ -104,7 +106,7 @@ def load_states(folder: str | Path, states: Mapping[str, Stateful]) -> None:
     path = Path(folder) / STATE_FILE
     saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     wanted = _filled(states)
-    if saved.keys() != wanted.keys():
+    if saved.keys() | {LOGS} != wanted.keys() | {LOGS}:
         raise ValueError(
             f"The checkpoint {folder} has the state of {sorted(saved) or 'nothing'}, this run needs that of "
             f"{sorted(wanted) or 'nothing'}; a run resumes with the options it began with."

@@ -29,7 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, Train
 from .adapters import AdapterLike
 from .callbacks import IterationEndCallback, PhaseProgressCallback
 from .card import CardFacts, write_card
-from .checkpoint import Stateful, check_checkpoint, load_roles, load_states, save_roles, save_states
+from .checkpoint import LOGS, Stateful, check_checkpoint, load_roles, load_states, save_roles, save_states
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset
@@ -164,7 +164,8 @@ class PPOTrainer(Trainer):
         self._checks_due = self._trained = False
         self._health: HealthMonitor | None = None
         self.kl_controller = kl_controller(args.kl_coef, args.kl_target, args.kl_horizon)
-        self._states: dict[str, Stateful] = {"kl": self.kl_controller, "scores": self._collector.normalizer}
+        scores = self._collector.normalizer
+        self._states: dict[str, Stateful] = {"kl": self.kl_controller, "scores": scores, LOGS: self._means}
         super().__init__(
             model=self.base,
             args=args,
@@ -183,8 +184,8 @@ class PPOTrainer(Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """See ``Trainer.train``. What an earlier call left unlogged is forgotten."""
-        self._means, self._clock = RunningMeans(), PhaseClock(self._wait_for_device)
-        self._health = None
+        self._means = self._states[LOGS] = RunningMeans()
+        self._clock, self._health = PhaseClock(self._wait_for_device), None
         self._scored, self._checks_due = None, self.args.startup_checks != "off"
         self._update = self._new_update()
         try:
@@ -290,6 +291,7 @@ class PPOTrainer(Trainer):
         self._enter("updating")
         if self.accelerator.sync_gradients:
             loss = loss + self._update.finish_step(model, self.state.global_step)
+        self._means.add({"loss": loss * self.args.gradient_accumulation_steps})  # the mean over steps of their sums
         return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -374,7 +376,8 @@ class PPOTrainer(Trainer):
         """Add what the iteration measured to the training logs, under TRL's names."""
         if "loss" in logs:
             self._close_iteration()
-            logs = {**self._means.pop(self._sum_over_processes, gather_object), **logs, **self._memory()}
+            # The loss is Trainer's but for resumed runs, whose Trainer does not know what was before the checkpoint.
+            logs = {**logs, **self._means.pop(self._sum_over_processes, gather_object), **self._memory()}
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
             if self.args.health_warnings:
@@ -443,6 +446,12 @@ class PPOTrainer(Trainer):
         return summed
 
     # Saving and resuming
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's; what is measured and not logged yet is saved too, the same in each process."""
+        self._close_iteration()
+        self._means.spread(self._sum_over_processes, gather_object, self.accelerator.num_processes)
+        super()._save_checkpoint(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The policy as plain PEFT at the top, the value role below it, the tokenizer and a manifest."""
