@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from .responses import Responses
@@ -60,6 +60,14 @@ class RewardLog:
 def function_name(function: RewardFunction) -> str:
     """What a function is called in metrics and messages."""
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def parameters_of(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
+    """A function's parameters by name; none where they cannot be known."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def call_functions(functions: Sequence[RewardFunction], responses: Responses, context: dict[str, Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .responses import Responses
-from .reward_calls import RewardFunction, RewardLog, call_functions, function_name
+from .reward_calls import RewardFunction, RewardLog, call_functions, function_name, parameters_of
 from .reward_values import SourceRewards, checked_rewards
 from .roles import Role
 from .rows import batches_by_length
@@ -100,6 +100,11 @@ class Scorer:
         """Names of the sources that are models, and so say something else for every response."""
         are_models = [True] * (self._base is not None) + [getattr(f, "is_model", False) for f in self._functions]
         return {name for name, is_model in zip(self.names, are_models, strict=True) if is_model}
+
+    @property
+    def logs(self) -> bool:
+        """Whether a function has a parameter ``log_metric``, and so may log metrics of its own."""
+        return any("log_metric" in parameters_of(function) for function in self._functions)
 
     def __call__(self, responses: Responses, **context: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Score every row; :meth:`judge` without the details.

@@ -23,6 +23,7 @@ from .prompts import PromptSource, PromptStream
 from .roles import Role, label
 from .rows import compact_rows
 from .scorers import Scorer
+from .setup import StartupError
 from .shared_base import SharedBase
 from .types import Experience, Prompts
 
@@ -32,10 +33,6 @@ MOST_ROWS = 32
 _CHECKS = 4  # the stream of random numbers; see trainer.py for the others
 _RATIO_TOLERANCE = 1e-5
 _STYLES = {"ok": "green", "shown": "cyan", "warning": "yellow", "error": "bold red"}
-
-
-class StartupError(ValueError):
-    """A startup check failed."""
 
 
 @dataclass(frozen=True)

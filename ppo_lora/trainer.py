@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -155,7 +155,7 @@ class PPOTrainer(Trainer):
         self._pretraining = PretrainingMix.of(ptx_dataset, tokenizer, self.base, args)
         check_lengths([self._train_prompts, *self._eval_prompts.values()], self.base, args)
         self.args = args
-        check_best_metric(self.evaluation_metric_names(), args)
+        self._best_metric_known = check_best_metric(self.evaluation_metric_names(), args, self.scorer.logs)
 
         self._progress = PhaseProgressCallback()
         self._means = RunningMeans()
@@ -229,6 +229,9 @@ class PPOTrainer(Trainer):
         kl_coef = self.kl_controller.value
         reduce = self._sum_over_processes
         self._scored = self._collector.score(prompts, rollout, kl_coef, reduce, self.state, learns=True)
+        if not self._best_metric_known:
+            names = self.evaluation_metric_names(gather_object(list(self._scored.logged)))
+            self._best_metric_known = check_best_metric(names, self.args)
         self._means.add({**self._scored.metrics, "objective/kl_coef": kl_coef})
         self._update.begin_iteration(iteration)
         self._adapt_kl(self._scored.metrics["objective/kl"])
@@ -343,9 +346,10 @@ class PPOTrainer(Trainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def evaluation_metric_names(self) -> list[str]:
-        """What :meth:`evaluate` reports of the trainer's own evaluation prompts, where every reward source scores."""
-        names = evaluation_metrics(self.scorer.names, self.args)
+    def evaluation_metric_names(self, logged: Sequence[str] = ()) -> list[str]:
+        """What :meth:`evaluate` reports of the trainer's own evaluation prompts, where every reward source scores and
+        reward functions log the metrics ``logged``."""
+        names = [*evaluation_metrics(self.scorer.names, self.args), *sorted(set(logged))]
         return [f"eval_{part}_{name}" if part else f"eval_{name}" for part in self._eval_prompts for name in names]
 
     def _evaluate_prompts(self, dataset: PromptDataset, prefix: str) -> dict[str, float]:
