@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .responses import Responses
-from .reward_calls import RewardFunction, RewardLog, call_functions, function_name, parameters_of
+from .reward_calls import RewardFunction, RewardLog, call_functions, check_parameters, function_name, parameters_of
 from .reward_values import SourceRewards, checked_rewards
 from .roles import Role
 from .rows import batches_by_length
@@ -57,7 +57,7 @@ class Scorer:
 
     Raises:
         ValueError: there is no source, the number of weights differs from the number of sources, or all of them are 0.
-        TypeError: a reward function cannot be called.
+        TypeError: a reward function cannot be called, or not with completions.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Scorer:
                     f"reward_funcs holds {function!r}; expected functions f(prompts, completions, completion_ids, "
                     "**columns). A SEQ_CLS adapter goes to reward_adapter."
                 )
+            check_parameters(function)
         reward_role = [] if self._base is None else ["reward_adapter"]
         self.names = _distinct(reward_role + [function_name(function) for function in self._functions])
         if not self.names:
