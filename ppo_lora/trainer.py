@@ -71,6 +71,7 @@ _SCORE_OPTIONS = (
     *("score_clip", "missing_eos_penalty", "missing_eos_score"),
     *("overlong_penalty", "overlong_buffer_length"),
 )
+_LOSS = "loss of a step"  # measured here too: after resuming, Trainer's lacks the steps before the checkpoint
 _ROLLOUTS = 1  # a stream of random numbers; the shuffles' is 2, the startup checks' 4
 
 
@@ -294,7 +295,7 @@ class PPOTrainer(Trainer):
         self._enter("updating")
         if self.accelerator.sync_gradients:
             loss = loss + self._update.finish_step(model, self.state.global_step)
-        self._means.add({"loss": loss * self.args.gradient_accumulation_steps})  # the mean over steps of their sums
+        self._means.add({_LOSS: loss * self.args.gradient_accumulation_steps})  # the mean over steps of their sums
         return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -380,8 +381,9 @@ class PPOTrainer(Trainer):
         """Add what the iteration measured to the training logs, under TRL's names."""
         if "loss" in logs:
             self._close_iteration()
-            # The loss is Trainer's but for resumed runs, whose Trainer does not know what was before the checkpoint.
-            logs = {**logs, **self._means.pop(self._sum_over_processes, gather_object), **self._memory()}
+            measured = self._means.pop(self._sum_over_processes, gather_object)
+            loss = {"loss": measured.pop(_LOSS, logs["loss"])}
+            logs = {**measured, **logs, **loss, **self._memory()}
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
             if self.args.health_warnings:

@@ -165,6 +165,7 @@ NAN = float("nan")
     ("made", "source_weights", "models", "status"),
     [
         (sample((0.0, 1e-6)), {"f": 1.0}, (), "ok"),
+        (sample((), {"f": (NAN, NAN)}), {"f": 1.0}, (), "warning"),
         (sample((2.0, 2.0)), {"f": 1.0}, (), "error"),
         (sample((0.0, 0.0)), {"f": 1.0}, (), "warning"),
         (sample((0.0, 0.0)), {"f": 1.0}, ("f",), "error"),
