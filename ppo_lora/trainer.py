@@ -23,7 +23,7 @@ from transformers import (
     TrainerControl,
     set_seed,
 )
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
 
 from .adapters import AdapterLike
@@ -49,6 +49,7 @@ from .reward_models import ModelReward, RewardSource, reward_functions
 from .roles import Role, label
 from .scorers import Scorer
 from .setup import (
+    StartupError,
     check_best_metric,
     check_dtype,
     check_lengths,
@@ -476,13 +477,27 @@ class PPOTrainer(Trainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Refuse what a run cannot go on from exactly; Trainer would start with a new optimizer without a word.
+
+        Raises:
+            StartupError: a file is missing or broken, or the checkpoint is another run's.
+        """
+        elsewhere = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        try:
+            check_checkpoint(
+                resume_from_checkpoint, TRAINER_STATE_NAME, *(() if elsewhere else (OPTIMIZER_NAME, SCHEDULER_NAME))
+            )
+            self._load_roles(resume_from_checkpoint)
+        except ValueError as error:
+            raise StartupError(str(error)) from error
+
+    def _load_roles(self, folder: str | None) -> None:
         """Copy the saved adapters into the parameters in place; PEFT's own loading would freeze and unfreeze them."""
-        check_checkpoint(resume_from_checkpoint, TRAINER_STATE_NAME)
-        load_roles(resume_from_checkpoint, self.base, self._schedule())
-        load_states(resume_from_checkpoint, self._states)
+        load_roles(folder or "", self.base, self._schedule())
+        load_states(folder or "", self._states)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self._load_roles(self.state.best_model_checkpoint)
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """Trainer's; what the Hub refuses is said in one line, before anything is trained."""

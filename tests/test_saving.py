@@ -12,7 +12,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM
 
 from builders import prompts, save_tiny_model, tiny_model
-from ppo_lora import PPOTrainer, Role, SharedBase, read_adapter
+from ppo_lora import PPOTrainer, Role, SharedBase, StartupError, read_adapter
 from runs import logged, trainer
 
 
@@ -186,3 +186,40 @@ def test_a_checkpoint_from_before_logs_were_kept_resumes(tmp_path):
     again = trainer(tmp_path / "again", **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert [entry["step"] for entry in logged(again)] == [8]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("optimizer.pt", None, "which has no optimizer.pt; expected a folder checkpoint-N that a run saved"),
+        ("scheduler.pt", None, "which has no scheduler.pt; expected a folder"),
+        ("trainer_state.json", "{", "trainer_state.json is broken .*Resume from another checkpoint"),
+        ("ppo_state.json", "{", "ppo_state.json is broken"),
+        ("adapter_model.safetensors", "", "adapter_model.safetensors of .* is broken"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path, name, content, message):
+    """Trainer itself goes on without an optimizer's state, and so from another place than where the run was."""
+    trainer(tmp_path, save_strategy="steps", save_steps=4, kl_target=6.0, kl_horizon=1000).train()
+    file = tmp_path / "checkpoint-4" / name
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    again = trainer(tmp_path / "again", max_steps=8, kl_target=6.0, kl_horizon=1000)
+    with pytest.raises(StartupError, match=message):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_the_best_policy_comes_back_from_a_checkpoint_without_an_optimizer(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8}
+    made = trainer(
+        tmp_path,
+        save_only_model=True,
+        load_best_model_at_end=True,
+        trainer_options={"eval_dataset": prompts(4)},
+        **options,
+    )
+    made.train()
+    saved = read_adapter(made.state.best_model_checkpoint)
+    for key, tensor in made.base.adapter(Role.POLICY).tensors.items():
+        assert torch.equal(saved.tensors[key], tensor)
