@@ -2,7 +2,7 @@
 
 Without padding before them, rows of a causal model need neither a mask nor positions: no real token sees what follows
 it, and the places are the positions. What is left of padding is at the ends of the shorter rows, and rows are put
-together by length. Packed rows have none. Everything here is laid out on the host, so that no pass waits for the device.
+together by length; packed rows have none. All is laid out on the host, so that no pass waits for the device.
 """
 
 from __future__ import annotations
