@@ -42,7 +42,7 @@ class _Output:
                 empty = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
             else:
                 empty = torch.empty(0, dtype=self.dtype, device="meta")
-                empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+                empty.set_(storage, self.offset, self.shape, self.stride)
         return FakeTensor(mode, empty, self.device)
 
 
@@ -136,7 +136,7 @@ def _output(tensor: FakeTensor, args: tuple[Any, ...]) -> _Output | None:
         tensor.stride(),
         tensor.dtype,
         tensor.fake_device,
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         next((number for number in own if args[number] is tensor), None),
         storage_of,
     )

@@ -28,6 +28,8 @@ VOCABULARY = 1024
 PHASES = {"sampling": "sampling", "scoring": "scoring", "update": "updating"}
 """The plan's phases and the trainer's."""
 PROMPT, RESPONSE = 24, 12
+OUTLIERS = (4, 13, 38)
+"""Columns over int8's threshold: 3%, 10% and 30% of the hidden size."""
 SHAPES = {
     "llama": dict(hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_key_value_heads=2),
     "gpt2": dict(n_embd=128, n_layer=2, n_positions=256),
@@ -83,6 +85,7 @@ def measured(model_folder, folder, quantization=None, trainer_options=None, **ch
     args = plan_config(folder, **changes)
     live = LiveBytes()
     gc.collect()
+    gc.freeze()  # what was there before is not looked at again at each phase
     trainer = PPOTrainer(
         model_folder,
         count_w5,
@@ -96,8 +99,11 @@ def measured(model_folder, folder, quantization=None, trainer_options=None, **ch
     live.count(_tensors_of(trainer.base))
     enter = trainer._enter
     trainer._enter = lambda phase: (gc.collect(), live.enter_phase(phase), enter(phase))[-1]
-    with live:
-        trainer.train()
+    try:
+        with live:
+            trainer.train()
+    finally:
+        gc.unfreeze()
     return live
 
 
@@ -126,6 +132,11 @@ def table() -> str:
         for kind in ("float32", "nf4", "nf4-double", "int8"):
             lines += [table_row(model, architecture, kind, gradient_checkpointing=on) for on in (False, True)]
         lines.append(table_row(model, f"{architecture}, packed", "float32", pack_sequences=True))
+    for columns in OUTLIERS:
+        model = with_outliers(save_model(tempfile.mkdtemp()), tempfile.mkdtemp(), columns)
+        lines += [
+            table_row(model, f"llama, {columns} outliers", "int8", gradient_checkpointing=on) for on in (False, True)
+        ]
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 
 from bases import quantization
-from measured_memory import PHASES, PROMPT, measured, plan_config, planned, save_model
+from measured_memory import PHASES, PROMPT, measured, plan_config, planned, save_model, with_outliers, with_table
 from ppo_lora import PPOConfig, Role, plan_memory
 from ppo_lora.live_bytes import LiveBytes
 from ppo_lora.memory_plan import Setup, largest_fitting, largest_size
@@ -106,6 +106,31 @@ def test_plan_is_near_a_real_run(tmp_path, folders, architecture, kind, checkpoi
         assert plan.phases[phase] == pytest.approx(live.peaks[real], rel=NEAR), phase
 
 
+def test_packed_rows_have_a_mask_of_all_pairs_of_tokens(tmp_path, folders):
+    plain, packed = (planned(folders["llama"], tmp_path, pack_sequences=on).phases for on in (False, True))
+    scored, trained = 8 * (PROMPT + 12), 4 * (PROMPT + 12)
+    assert packed["sampling"] == plain["sampling"]
+    assert scored**2 <= packed["scoring"] - plain["scoring"]  # bool
+    assert (1 + 4) * trained**2 <= packed["update"] - plain["update"]  # and float32, where backward wants it
+
+
+@pytest.mark.parametrize(("architecture", "kind", "packed"), [("llama", "int8", True), ("gpt2", "nf4-double", False)])
+def test_what_is_remembered_changes_no_plan(folders, architecture, kind, packed):
+    args = plan_config("unused", pack_sequences=packed)
+    shape = named_shape(folders[architecture], args, {}, None, quantization(kind))
+    remembers, asks = Simulator(CPU), Simulator(CPU)
+    asks._operations = lambda func, given, options: func(*given, **options)
+    expected = asks.simulate(shape, args, PROMPT)
+    assert [remembers.simulate(shape, args, PROMPT) for _ in range(2)] == [expected] * 2
+
+
+def test_int8_outliers_need_more_than_is_planned(tmp_path, folders):
+    base = with_outliers(folders["llama"], tmp_path / "base", 13)  # a tenth of the columns
+    plan = planned(base, tmp_path, quantization("int8"))
+    live = measured(base, tmp_path, quantization("int8"))
+    assert 0.9 < plan.phases[UPDATE] / live.peaks["updating"] < 1.0
+
+
 @pytest.mark.parametrize(
     ("architecture", "kind", "checkpointing"), [("llama", "float32", False), ("gpt2", "nf4-double", True)]
 )
@@ -126,6 +151,15 @@ def test_layers_that_differ_are_all_run(folders, differing):
     simulator.simulate(shape, args, PROMPT)
     assert run == ([4] if differing else [2, 3])
     assert not differing or shape.with_layers(3).config.layer_types == differing["layer_types"][:3]
+
+
+def test_the_table_is_written_between_its_markers():
+    text = (ROOT / "docs" / "memory.md").read_text()
+    written = with_table(text, "| a table |")
+    assert "| llama |" in text and "| llama |" not in written
+    assert with_table(written, text.split("-->")[1].split("<!--")[0].strip()) == text
+    with pytest.raises(SystemExit, match="^error: the document has no "):
+        with_table("# Nothing", "")
 
 
 # What fits
@@ -256,7 +290,10 @@ def test_the_script_needs_a_configuration_only(tmp_path, folders, run_script):
 
 
 WRONG = {
-    "no such folder": (["--model_name_or_path", "none/here"], "The base none/here is not"),
+    "no such folder": (
+        ["--model_name_or_path", "/none/such/here"],
+        "there is no folder '/none/such/here' here",
+    ),
     "an empty folder": (["--model_name_or_path", "."], "There is no config.json in .; name a folder"),
     "no model": ([], "name one with --model_name_or_path"),
     "a negative GPU": (["--model_name_or_path", "base", "--gpu_gib", "-1"], "gpu_gib is -1; expected"),
