@@ -80,8 +80,8 @@ class DecodeLoop:
                 f"{type(model).__name__} does not keep keys and values as transformers' caches do; ppo_lora cannot "
                 "sample from it."
             )
-        give_room(cache)
         steps, width = self._draws.shape[1], input_ids.shape[1]
+        give_room(cache, width + steps - 1)
         mask = torch.nn.functional.pad(attention_mask, (0, steps), value=1)
         padded = not bool(attention_mask.all())
         rows = torch.arange(len(input_ids), device=input_ids.device)

@@ -23,8 +23,10 @@ from transformers import DynamicCache
 from . import logprobs
 from .config import PPOConfig
 from .fake_operations import FakeOperations
+from .kv_cache import ROOM, give_room, held
 from .live_bytes import LiveBytes
 from .metrics import RunningMeans
+from .packing import tell_rows_apart
 from .planned_base import KERNELS, BaseShape, PlannedBase, quantized_kind
 from .roles import Role, label
 from .rollout import score_rows
@@ -207,7 +209,7 @@ class _Phases:
 
     @torch.no_grad()
     def sampling(self) -> int:
-        """Prefill, then one token at the end of a full cache; the cache's bytes."""
+        """Prefill, then the step in which the cache grows the last time, and one at its end; the cache's bytes."""
         base, rows, device = self._base, self._batch, self._device
         length = self._prompt + self._response
         base._set_checkpointing_layers(False)
@@ -226,20 +228,16 @@ class _Phases:
                 base._takes_positions,
             )
             cache = DynamicCache(config=base.config)
+            give_room(cache, length - 1)
             prompts, seen = self._tokens(rows, self._prompt), mask[:, : self._prompt]
             loop.next_tokens(prompts, seen, torch.zeros_like(prompts), cache, every, running, 0)
-            for layer in cache.layers:
-                layer.keys, layer.values = (self._grown(part) for part in (layer.keys, layer.values))
             last = self._tokens(rows, 1)
-            loop.next_tokens(last, mask[:, :-1], torch.zeros_like(last), cache, every, running, 0)
-            size = sum(_size(part) for layer in cache.layers for part in (layer.keys, layer.values))
+            for tokens in (*range(self._prompt + ROOM, length - 1, ROOM + 1)[-1:], length - 2):
+                for layer in cache.layers:
+                    layer.keys, layer.values = (_of_length(part, tokens) for part in held(layer))
+                loop.next_tokens(last, mask[:, : tokens + 1], torch.zeros_like(last), cache, every, running, 0)
+            size = sum(_size(part) for layer in cache.layers for part in held(layer))
         return size
-
-    def _grown(self, part: Tensor) -> Tensor:
-        """Keys or values of all positions but the last, [B, heads, P + T - 2, size]."""
-        batch, heads, length, size = part.shape
-        missing = max(self._prompt + self._response - 2 - length, 0)
-        return torch.cat([part, part.new_empty(batch, heads, missing, size)], dim=2)
 
     def scoring(self) -> None:
         """The passes over one batch of finished rows; the reward adapter's needs no more than the policy's."""
@@ -311,8 +309,10 @@ class _Phases:
         return min(config.mini_batch_size, max(1, tokens // (self._prompt + self._response)))
 
     def _full_rows(self, rows: int) -> Rows:
-        """Prompts and responses of full length, packed where the configuration says so."""
-        return self._rows(rows, self._prompt, self._response, self._config.pack_sequences)
+        """Prompts and responses of full length. Packing them would change nothing, but where attention that cannot
+        tell them apart is to pack."""
+        masked = bool(self._config.pack_sequences) and not tell_rows_apart(self._base.model)
+        return self._rows(rows, self._prompt, self._response, masked)
 
     def _rows(self, rows: int, prompt: int, response: int, packed: bool = False) -> Rows:
         """What a pass over rows without padding reads."""
@@ -411,6 +411,12 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 def _trainable(base: SharedBase) -> list[Tensor]:
     return [p for parameters in base.trainable_parameters().values() for p in parameters]
+
+
+def _of_length(part: Tensor, tokens: int) -> Tensor:
+    """Keys or values, [B, heads, L, size], of so many positions."""
+    batch, heads, length, size = part.shape
+    return part[:, :, :tokens] if tokens <= length else part.new_empty(batch, heads, tokens, size)
 
 
 def _size(tensor: Tensor) -> int:

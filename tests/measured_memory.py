@@ -109,7 +109,8 @@ def measured(model_folder, folder, quantization=None, trainer_options=None, **ch
 
 def planned(model_folder, folder, quantization=None, trainer_options=None, **changes) -> MemoryPlan:
     """The plan of such a run, from configurations alone."""
-    args = plan_config(folder, model_init_kwargs={"dtype": "float32"}, **changes)
+    changes["model_init_kwargs"] = {"dtype": "float32", **changes.get("model_init_kwargs", {})}
+    args = plan_config(folder, **changes)
     return plan_memory(model_folder, args, quantization_config=quantization, search=False, **(trainer_options or {}))
 
 
@@ -131,7 +132,6 @@ def table() -> str:
         model = save_model(tempfile.mkdtemp(), architecture)
         for kind in ("float32", "nf4", "nf4-double", "int8"):
             lines += [table_row(model, architecture, kind, gradient_checkpointing=on) for on in (False, True)]
-        lines.append(table_row(model, f"{architecture}, packed", "float32", pack_sequences=True))
     for columns in OUTLIERS:
         model = with_outliers(save_model(tempfile.mkdtemp()), tempfile.mkdtemp(), columns)
         lines += [

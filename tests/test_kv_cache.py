@@ -15,9 +15,10 @@ def states(tokens: int, rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 2, tokens, 4), torch.randn(rows, 2, tokens, 4)
 
 
-def test_steps_and_leaving_rows_are_those_of_the_plain_layer():
+@pytest.mark.parametrize("most", [106, 50, 1000])
+def test_steps_and_leaving_rows_are_those_of_the_plain_layer(most):
     torch.manual_seed(0)
-    roomy, plain = RoomyLayer(), DynamicLayer()
+    roomy, plain = RoomyLayer(most), DynamicLayer()
     rows = 5
     for step in range(100):
         keys, values = states(7 if step == 0 else 1, rows)
@@ -32,18 +33,19 @@ def test_steps_and_leaving_rows_are_those_of_the_plain_layer():
 
 
 def test_a_step_leaves_what_was_there_where_it_was():
-    layer = RoomyLayer()
+    layer = RoomyLayer(most=26)
     first, _ = layer.update(*states(6))
     places = {layer.update(*states(1))[0].data_ptr() for _ in range(20)}
     assert places == {first.data_ptr()}
+    assert [store.shape[2] for store in layer.stores] == [26, 26], "no more room than will be taken"
 
 
 def test_only_plain_layers_that_stay_on_the_device_make_room():
     cache = DynamicCache(config=tiny_config("llama"))
-    give_room(cache)
+    give_room(cache, 9)
     assert [type(layer) for layer in cache.layers] == [RoomyLayer] * 2
     sliding = DynamicCache(config=tiny_config("mistral", sliding_window=4))
-    give_room(sliding)
+    give_room(sliding, 9)
     assert {type(layer) for layer in sliding.layers} == {DynamicSlidingWindowLayer}
 
 
@@ -57,5 +59,5 @@ def test_offloaded_caches_are_left_alone():
             self.offloading = True
 
     cache = Offloaded()
-    give_room(cache)
+    give_room(cache, 9)
     assert {type(layer) for layer in cache.layers} == {DynamicLayer}
