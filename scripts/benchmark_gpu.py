@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from benchmark import LOG_TAIL, TRL_VERSION, environment, write_page
-from benchmark_gpu_base import SHAPES, TINY, GpuWork
+from benchmark_gpu_base import SHAPES, TINY, GpuWork, is_made
 from benchmark_gpu_report import facts, markdown, table_rows
 from benchmark_report import Rows, terminal_table
 
@@ -163,9 +163,11 @@ class Run:
         folder = self.options.output / "processes"
         folder.mkdir(parents=True, exist_ok=True)
         work, result = folder / f"{case.name}.work", folder / f"{case.name}.json"
-        work_of(case, self.options).save(work)
+        given = work_of(case, self.options)
+        given.save(work)
         result.unlink(missing_ok=True)
-        failed = self._process(case, "benchmark_gpu_base.py", [str(work)], SCRIPTS.parent)
+        making = not is_made(given)
+        failed = self._process(case, "benchmark_gpu_base.py", [str(work)], SCRIPTS.parent) if making else {}
         if not failed:
             first = peer if case.script == "benchmark_gpu_peer.py" else SCRIPTS.parent
             failed = self._process(case, case.script, [case.name, str(work), str(result)], first)

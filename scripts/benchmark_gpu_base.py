@@ -126,14 +126,18 @@ def quantization(work: GpuWork) -> BitsAndBytesConfig:
     )
 
 
+def is_made(work: GpuWork) -> bool:
+    """Whether base and reward adapter lie there, whole."""
+    return (work.base / _RECORD).is_file()
+
+
 def make_base(work: GpuWork) -> bool:
     """Write base and reward adapter, unless they lie there already; say whether they had to be made.
 
     The weights of one layer at a time are drawn and quantized on the device: nothing holds the base in another form
     than it has on the disk.
     """
-    record = work.base / _RECORD
-    if record.is_file():
+    if is_made(work):
         return False
     shutil.rmtree(work.base, ignore_errors=True)  # of a run that was stopped
     work.base.mkdir(parents=True)
@@ -146,7 +150,7 @@ def make_base(work: GpuWork) -> bool:
     config.quantization_config = quantization(work).to_dict()
     config.save_pretrained(work.base)
     write_reward_adapter(work, model)
-    record.write_text(json.dumps(work._base_settings, indent=2), encoding="utf-8")
+    (work.base / _RECORD).write_text(json.dumps(work._base_settings, indent=2), encoding="utf-8")
     return True
 
 

@@ -26,7 +26,8 @@ from ppo_lora import SharedBase, plan_memory
 LIMIT_GIB = 22
 """Of 64 rollouts an iteration: the sampling and scoring batch is the largest that is planned to fit."""
 BATCHES = (64, 48, 32, 24, 16, 8, 4)
-PLAN_MARGIN = 0.95
+PLAN_MARGIN, UNPLANNED_BATCH = 0.95, 32
+_REASON = 300
 _SQUARES = {"cpu": 64, "cuda": 8192}
 
 Result = dict[str, Any]
@@ -57,23 +58,31 @@ class PhasePeaks:
 
 
 def planned(work: GpuWork) -> dict[str, Any]:
-    """The plan, from configurations alone, in GiB."""
-    plan = plan_memory(
-        str(work.base),
-        configuration(work),
-        peft_config=LoraConfig(task_type="CAUSAL_LM", **lora_options()),
-        value_adapter=work.value,
-        reward_adapter=str(work.reward_adapter),
-        search=False,
-    )
+    """The plan, from configurations alone, in GiB; an ``error`` where there is none: then the peak is measured alone."""
+    try:
+        plan = plan_memory(
+            str(work.base),
+            configuration(work),
+            peft_config=LoraConfig(task_type="CAUSAL_LM", **lora_options()),
+            value_adapter=work.value,
+            reward_adapter=str(work.reward_adapter),
+            search=False,
+        )
+    except Exception as error:
+        return {"error": f"no plan: {type(error).__name__}: {' '.join(str(error).split())}"[:_REASON]}
     return {"peak": plan.peak / 2**30, **{name: peak / 2**30 for name, peak in plan.phases.items()}}
 
 
 def fitting(work: GpuWork, limit: float = LIMIT_GIB * PLAN_MARGIN) -> tuple[GpuWork, dict[str, Any]]:
-    """The work with the largest sampling and scoring batch that is planned to fit, and its plan."""
+    """The work with the largest sampling and scoring batch that is planned to fit, and its plan.
+
+    Without a plan it is a batch that fits by arithmetic.
+    """
     for rows in BATCHES:
         changed = replace(work, rollout_rows=rows)
         plan = planned(changed)
+        if "error" in plan:
+            return replace(work, rollout_rows=UNPLANNED_BATCH), plan
         if plan["peak"] <= limit:
             break
     return changed, plan

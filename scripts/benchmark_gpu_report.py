@@ -41,7 +41,8 @@ class Row:
         try:
             number, text = self.measured(results)
         except KeyError:
-            reason = results.get(self.case, {}).get("reason")
+            result = results.get(self.case, {})
+            reason = result.get("reason") or (result.get("planned_gib", {}).get("error") if self.low else None)
             return [self.what, self.wanted, f"{NOT_MEASURED} ({reason})" if reason else NOT_MEASURED, ""]
         return [self.what, self.wanted, text, self._reached(number) if judged else ""]
 
