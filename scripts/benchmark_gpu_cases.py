@@ -58,7 +58,7 @@ class PhasePeaks:
 
 
 def planned(work: GpuWork) -> dict[str, Any]:
-    """The plan, from configurations alone, in GiB; an ``error`` where there is none: then the peak is measured alone."""
+    """The plan, from configurations alone, in GiB; an ``error`` where there is none, and the run goes on."""
     try:
         plan = plan_memory(
             str(work.base),

@@ -66,14 +66,16 @@ def _peak(case: str) -> Measures:
 def _against_plan(case: str) -> Measures:
     def measured(results: Mapping[str, Result]) -> tuple[float, str]:
         peak, planned = results[case]["peak_gib"], results[case]["planned_gib"]["peak"]
-        return peak / planned, f"{peak / planned:.2f} ({peak:.2f} of {planned:.2f} GiB)"
+        ratio = peak / planned
+        return ratio, f"{ratio:.2f} ({peak:.2f} of {planned:.2f} GiB)"
 
     return measured
 
 
 def _peer_memory(results: Mapping[str, Result]) -> tuple[float, str]:
     theirs, ours = results["trl"]["peak_gib"], results["small"]["peak_gib"]
-    return theirs / ours, f"{theirs / ours:.2f} ({theirs:.2f} and {ours:.2f} GiB)"
+    ratio = theirs / ours
+    return ratio, f"{ratio:.2f} ({theirs:.2f} and {ours:.2f} GiB)"
 
 
 def _peer_time(results: Mapping[str, Result]) -> tuple[float, str]:

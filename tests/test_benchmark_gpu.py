@@ -100,6 +100,8 @@ def test_the_base_is_nf4_with_random_layers_that_leave_the_first_feature_alone(c
 def test_eos_comes_with_the_rate_that_is_set_and_padding_never(cache, case, rate):
     model = bases.load_model(work(cache, case))
     bases.set_eos_rate(model, rate)
+    head = model.get_output_embeddings().weight
+    assert head[[PAD, EOS], 1:].abs().max() == 0 and head[2:, 1:].abs().min(dim=0).values.max() > 0
     tokens = torch.randint(2, 300, (8, 40), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         probabilities = model(tokens).logits[:, 8:].float().softmax(dim=-1).mean(dim=(0, 1))
