@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
 from transformers import TrainingArguments
 
+from .given_options import json_object, more_is_better, take_new_names, without_tokens
 from .losses import LOSS_AGGREGATIONS
 from .normalization import SCORE_NORMALIZATIONS
 from .rewards import KL_ESTIMATORS
-from .validation import check_config, check_steps
+from .validation import check_config, check_steps, steps_of_episodes
 
 
 class SamplingOptions(Protocol):
@@ -238,11 +235,11 @@ class PPOConfig(TrainingArguments):
             "backward (verl's ppo_max_token_len_per_gpu). Default: per_device_train_batch_size rows."
         },
     )
-    pack_sequences: bool = field(
-        default=False,
+    pack_sequences: bool | None = field(
+        default=None,
         metadata={
-            "help": "Read the rows of a micro-batch or scoring batch as one, without padding; for "
-            "attn_implementation=flash_attention_2 and the like. Others pay with a mask of all pairs of tokens."
+            "help": "Read the rows of a micro-batch or scoring batch as one, without padding. Default: where the "
+            "base's attention is sdpa or flash attention. With true, others pay with a mask of all pairs of tokens."
         },
     )
     gamma: float = field(default=1.0, metadata={"help": "Discount."})
@@ -352,10 +349,10 @@ class PPOConfig(TrainingArguments):
     def __post_init__(self) -> None:
         if self.bf16 is None:
             self.bf16 = not self.fp16 and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-        _take_new_names(self)
-        self.model_init_kwargs = _parsed("model_init_kwargs", self.model_init_kwargs)
-        self.reward_model_init_kwargs = _parsed("reward_model_init_kwargs", self.reward_model_init_kwargs)
-        self.generation_kwargs = _parsed("generation_kwargs", self.generation_kwargs)
+        take_new_names(self)
+        self.model_init_kwargs = json_object("model_init_kwargs", self.model_init_kwargs)
+        self.reward_model_init_kwargs = json_object("reward_model_init_kwargs", self.reward_model_init_kwargs)
+        self.generation_kwargs = json_object("generation_kwargs", self.generation_kwargs)
         follows = self.save_strategy == "best" or self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         if (self.load_best_model_at_end or follows) and self.metric_for_best_model is None:
             self.metric_for_best_model = "objective/scores"
@@ -364,7 +361,7 @@ class PPOConfig(TrainingArguments):
         super().__post_init__()
         check_config(self)
         if self.total_episodes is not None:
-            self.max_steps = self._steps_for(self.total_episodes)
+            self.max_steps = steps_of_episodes(self)
         check_steps(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -422,52 +419,3 @@ class PPOConfig(TrainingArguments):
     def generation_options(self) -> dict[str, Any]:
         """Keyword arguments for ``generate``, which prepares the cache."""
         return dict(cast("dict[str, Any]", self.generation_kwargs or {}))
-
-    def _steps_for(self, episodes: int) -> int:
-        steps = math.ceil(episodes / self.batch_size) * self.steps_per_iteration
-        if self.max_steps not in (-1, steps):
-            raise ValueError(
-                f"Both total_episodes={episodes} (that is {steps} steps) and max_steps={self.max_steps} "
-                "are given; set one of them."
-            )
-        return steps
-
-
-def more_is_better(metric: str) -> bool:
-    """Whether a metric is better the larger it is: all are but for a KL or a loss. A reward's name means nothing."""
-    own_name = re.split("(?:objective|completions|policy|val)/", metric)[-1]  # after the evaluation set's
-    return "rewards/" in metric or not {"kl", "loss"} & set(re.split("[^a-z]+", own_name.lower()))
-
-
-def without_tokens(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with every access token in them, dicts in dicts included, replaced by None."""
-    return {
-        name: None if _is_token(name) else without_tokens(value) if isinstance(value, dict) else value
-        for name, value in options.items()
-    }
-
-
-def _is_token(name: str) -> bool:
-    return isinstance(name, str) and (name in ("token", "use_auth_token") or name.endswith("_token"))
-
-
-def _take_new_names(config: PPOConfig) -> None:
-    """transformers 5.2x renamed gradient_checkpointing; TRL's users keep its name here, without a warning."""
-    for suffix in ("", "_kwargs"):
-        new = f"activation_checkpointing{suffix}"
-        if getattr(config, new, False) is None:
-            setattr(config, new, getattr(config, f"gradient_checkpointing{suffix}"))
-
-
-def _parsed(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """A dict as it is, or read from the JSON that a command line gives."""
-    if not isinstance(value, str):
-        return value
-    message = f"{name} is {value!r}; expected a JSON object such as '{{\"key\": 1}}'."
-    try:
-        parsed = json.loads(value)
-    except ValueError as error:
-        raise ValueError(message) from error
-    if not isinstance(parsed, dict):
-        raise ValueError(message)
-    return parsed

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_BLOCK = 256
+"""Probabilities that are summed up before it is looked where a number falls."""
+
+_BELOW_ONE = 1 - 2**-53
+
 
 def stream_seed(*numbers: int) -> int:
     """The seed of the stream of random numbers that ``numbers`` name."""
@@ -41,6 +46,20 @@ def inverse_transform(probabilities: Tensor, numbers: Tensor) -> Tensor:
     Returns:
         [B] int64.
     """
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    tokens = torch.searchsorted(cumulative, (numbers * cumulative[:, -1])[:, None], right=True).squeeze(1)
-    return tokens.clamp(max=probabilities.shape[1] - 1)  # NaN belongs nowhere
+    size = min(_BLOCK, probabilities.shape[1])
+    missing = -probabilities.shape[1] % size
+    blocks = torch.nn.functional.pad(probabilities, (0, missing)).unflatten(1, (-1, size))
+    block, number = _first_over(blocks.sum(dim=-1), numbers)
+    token, _ = _first_over(blocks[torch.arange(len(block), device=block.device), block], number)
+    return (block * size + token).clamp(max=probabilities.shape[1] - 1)  # NaN belongs nowhere
+
+
+def _first_over(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The first places [B] at which the sums of weights [B, N] exceed numbers [B] of their wholes, and how much of
+    the weights there the numbers are over what comes before them, from 0 to below 1."""
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    target = numbers * cumulative[:, -1]
+    place = torch.searchsorted(cumulative, target[:, None], right=True).clamp(max=weights.shape[1] - 1)
+    weight = weights.gather(1, place).double().squeeze(1)
+    over = target - (cumulative.gather(1, place).squeeze(1) - weight)
+    return place.squeeze(1), (over / weight).clamp(0, _BELOW_ONE)

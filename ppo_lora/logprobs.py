@@ -51,7 +51,10 @@ def token_logprobs(
     if torch.is_grad_enabled() and hidden.requires_grad:
         logprobs, entropy = _TokenLogprobs.apply(hidden, head, tokens, temperature, size, entropy_gradient)
         return logprobs, entropy
-    pieces = [_statistics(head(hidden[rows]), tokens[rows], temperature)[:2] for rows in _slices(len(tokens), size)]
+    room: list[Tensor] = []
+    pieces = [
+        _statistics(head(hidden[rows]), tokens[rows], temperature, room)[:2] for rows in _slices(len(tokens), size)
+    ]
     logprobs, entropy = (_joined(column, hidden) for column in _columns(pieces, 2))
     return logprobs, entropy
 
@@ -100,15 +103,20 @@ def _joined(chunks: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(chunks) if chunks else like.new_zeros(0, dtype=torch.float32)
 
 
-def _statistics(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _statistics(
+    logits: Tensor, tokens: Tensor, temperature: float, room: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-probabilities and entropies [n] of one chunk, the whole log-softmax and softmax [n, V], float32.
 
-    Overwrites ``logits``: no output head needs its own output in backward.
+    Overwrites ``logits``: no output head needs its own output in backward. The first chunk leaves its log-softmax in
+    ``room`` for the next ones to write into, since fresh memory of that size costs the system as much as the numbers.
     """
     scaled = logits.float()
     if temperature != 1.0:
         scaled = scaled.div_(temperature)
-    log_softmax = torch.log_softmax(scaled, dim=-1)
+    if not room:
+        room.append(torch.empty_like(scaled))
+    log_softmax = torch.log_softmax(scaled, dim=-1, out=room[0][: len(scaled)])
     probabilities = torch.exp(log_softmax, out=scaled)
     chosen = log_softmax.gather(-1, tokens[:, None]).squeeze(-1)
     log_softmax.clamp_(min=torch.finfo(torch.float32).min)  # 0 * log 0 is 0
@@ -125,17 +133,18 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         slopes = torch.empty_like(hidden)
         entropy_slopes = torch.empty_like(hidden) if entropy_gradient else None
-        pieces = []
+        pieces: list[tuple[Tensor, Tensor]] = []
+        room: list[Tensor] = []
         for rows in _slices(len(tokens), size):
             with torch.enable_grad():
                 leaf = hidden[rows].detach().requires_grad_()
                 logits = head(leaf)
-            chosen, entropy, log_softmax, probabilities = _statistics(logits.detach(), tokens[rows], temperature)
+            chosen, entropy, log_softmax, probabilities = _statistics(logits.detach(), tokens[rows], temperature, room)
             if entropy_slopes is not None:
                 slope = _entropy_slope(log_softmax, probabilities, entropy, temperature).to(logits.dtype)
                 entropy_slopes[rows] = torch.autograd.grad(logits, leaf, slope, retain_graph=True)[0]
-            slope = _logprob_slope(probabilities, tokens[rows], temperature).to(logits.dtype)
-            slopes[rows] = torch.autograd.grad(logits, leaf, slope)[0]
+            slope = _negative_slope(probabilities, tokens[rows]).to(logits.dtype)
+            torch.div(torch.autograd.grad(logits, leaf, slope)[0], -temperature, out=slopes[rows])
             pieces.append((chosen, entropy))
         ctx.save_for_backward(slopes, entropy_slopes)
         logprobs, entropy = (_joined(column, hidden) for column in _columns(pieces, 2))
@@ -153,10 +162,12 @@ class _TokenLogprobs(torch.autograd.Function):
         return gradient.to(slopes.dtype), None, None, None, None, None
 
 
-def _logprob_slope(probabilities: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """d log p_a / d logits = (onehot_a - p) / temperature, [n, V]; overwrites ``probabilities``."""
-    slope = probabilities.div_(-temperature)
-    return slope.scatter_add_(-1, tokens[:, None], torch.full_like(slope[:, :1], 1.0 / temperature))
+def _negative_slope(probabilities: Tensor, tokens: Tensor) -> Tensor:
+    """p - onehot_a, [n, V], which is -temperature * d log p_a / d logits; overwrites ``probabilities``.
+
+    A head's gradient is linear in it, so that the factor can wait for the [n, H] that comes of it.
+    """
+    return probabilities.scatter_add_(-1, tokens[:, None], torch.full_like(probabilities[:, :1], -1.0))
 
 
 def _entropy_slope(log_softmax: Tensor, probabilities: Tensor, entropy: Tensor, temperature: float) -> Tensor:

@@ -1,15 +1,17 @@
-"""What a run measures: means that stay on the device until somebody reads them, and where the time goes."""
+"""What a run measures: means that stay on the device until somebody reads them, and where time and memory go."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from .masking import Reduce
+from .splitting import RowLimit
 
 
 class RunningMeans:
@@ -84,3 +86,19 @@ class PhaseClock:
         self._phase = None
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+
+def memory_metrics(limits: Iterable[RowLimit]) -> dict[str, float]:
+    """Resident memory of this process and, on a GPU, the peak that was allocated, in GiB; where it was too little, the
+    rows at a time that fit.
+
+    Args:
+        limits: of the phases.
+    """
+    memory = {"memory/rss_gib": psutil.Process().memory_info().rss / 2**30}
+    if torch.cuda.is_available():
+        memory["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    for limit in limits:
+        if limit.rows is not None:
+            memory[f"memory/{limit.phase}_rows"] = float(limit.rows)
+    return memory

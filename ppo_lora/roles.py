@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from .adapters import Adapter, role_config
 from .fitting import check_saved_modules, fitted, is_lora
 from .identity import BaseIdentity, check_belongs
+from .lean_lora import make_lean
 from .manifest import Origin
 from .preparation import check_lora_config
 
@@ -110,6 +111,7 @@ class RoleAdapters:
         self._wrap(role, config, _named(role, start))
         self._names[role] = label(role)
         self._layers = [module for module in self._model.modules() if isinstance(module, BaseTunerLayer)]
+        make_lean(self._layers, label(role))
         for parameter in self.parameters(role):
             parameter.data = parameter.data.float()  # PEFT before 0.19 gives further adapters the base's dtype
         self.origins[role] = start.origin() if isinstance(start, Adapter) else None

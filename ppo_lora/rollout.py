@@ -134,10 +134,10 @@ def score_tokens(base: SharedBase, rollout: Rollout, config: PPOConfig, limit: R
 
     def read(rows: Tensor) -> Rows:
         sequences = rollout.sequences[rows.to(device)]
-        return compact_rows(sequences, mask[rows], rollout.response_length, config.pack_sequences)
+        return compact_rows(sequences, mask[rows], rollout.response_length, base.packs_rows)
 
     order, pieces = [], []
-    for batch in batches_by_length(mask.sum(dim=1), config.local_rollout_forward_batch_size):
+    for batch in batches_by_length(mask.sum(dim=1), config.local_rollout_forward_batch_size, packed=base.packs_rows):
         for rows, scores in limit.run(batch, lambda rows: score_rows(base, read(rows), config)):
             order.append(rows)
             pieces.append(scores)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_BATCH = 32
+BATCH_COST = 64
 """What a batch costs beside its tokens, in tokens: many small ones have less padding, but each takes its time."""
 
 
@@ -28,8 +28,8 @@ class Rows:
         tokens: [M] int64, these tokens.
         places: [M] int64, where they are among the B * T of ``shape``.
         shape: (B, T).
-        position_ids: [1, N] int64 of packed rows, which attention tells apart by them; None where places are
-            positions.
+        position_ids: [1, N] int64 of packed rows; None where places are positions.
+        lengths: of packed rows, which attention tells apart by them.
     """
 
     input_ids: Tensor
@@ -39,6 +39,7 @@ class Rows:
     places: Tensor
     shape: tuple[int, int]
     position_ids: Tensor | None = None
+    lengths: tuple[int, ...] = ()
 
     def states(self, hidden: Tensor) -> Tensor:
         """[M, H], the states that predict response tokens, from all of them, [B, N, H]."""
@@ -61,13 +62,14 @@ def compact_rows(input_ids: Tensor, attention_mask: Tensor, response_length: int
         input_ids: [B, P + T] int64.
         attention_mask: [B, P + T] bool or 0/1, True at real tokens; best on the CPU, which is where it is read.
         response_length: T; 0 for rows of which only the last state matters.
-        packed: make one row of all, without any padding.
+        packed: make one row of all, without any padding, unless they are of one length.
 
     Raises:
         ValueError: a row has no token, or a response without a token before it.
     """
     mask = attention_mask.bool().cpu()
     lengths, positions = mask.sum(dim=1), mask.long().cumsum(dim=1) - 1
+    packed = packed and bool((lengths != lengths[0]).any())
     width, response = int(lengths.max()), mask[:, mask.shape[1] - response_length :]
     rows, columns = response.nonzero(as_tuple=True)
     before = positions[rows, mask.shape[1] - response_length + columns] - 1
@@ -93,10 +95,11 @@ def compact_rows(input_ids: Tensor, attention_mask: Tensor, response_length: int
         places=places,
         shape=(len(mask), response_length),
         position_ids=positions[mask][None].to(input_ids.device, non_blocking=True) if packed else None,
+        lengths=tuple(lengths.tolist()) if packed else (),
     )
 
 
-def batches_by_length(lengths: Tensor, rows: int, tokens: int | None = None) -> list[Tensor]:
+def batches_by_length(lengths: Tensor, rows: int, tokens: int | None = None, packed: bool = False) -> list[Tensor]:
     """Put rows of like length together, in the batches that cost the least: their tokens, padding included, and each
     batch as much as some tokens more.
 
@@ -104,20 +107,22 @@ def batches_by_length(lengths: Tensor, rows: int, tokens: int | None = None) -> 
         lengths: [B] int64, tokens of each row, on the CPU.
         rows: most rows of a batch.
         tokens: most tokens of a batch, padding included; a row that is longer is a batch of its own. None: no limit.
+        packed: there is no padding.
 
     Returns:
         Indices of rows, longest first.
     """
     order = lengths.argsort(descending=True, stable=True)
     ordered = lengths[order].tolist()
+    before = [0, *lengths[order].cumsum(dim=0).tolist()]
     best, starts = [0], [0]  # of the first so many rows: their cost, and where their last batch starts
     for stop in range(1, len(ordered) + 1):
         fitting: list[tuple[int, int]] = []
         for start in range(stop - 1, max(stop - rows, 0) - 1, -1):
-            size = (stop - start) * ordered[start]
+            size = before[stop] - before[start] if packed else (stop - start) * ordered[start]
             if fitting and tokens is not None and size > tokens:
                 break
-            fitting.append((best[start] + size + _BATCH, start))
+            fitting.append((best[start] + size + BATCH_COST, start))
         cost, start = min(fitting)
         best.append(cost)
         starts.append(start)

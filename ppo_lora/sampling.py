@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from .draws import inverse_transform
+from .kv_cache import give_room
 from .masking import position_ids
 
 _LEAVE = 8
@@ -79,6 +80,7 @@ class DecodeLoop:
                 f"{type(model).__name__} does not keep keys and values as transformers' caches do; ppo_lora cannot "
                 "sample from it."
             )
+        give_room(cache)
         steps, width = self._draws.shape[1], input_ids.shape[1]
         mask = torch.nn.functional.pad(attention_mask, (0, steps), value=1)
         padded = not bool(attention_mask.all())

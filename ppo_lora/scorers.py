@@ -161,7 +161,7 @@ class Scorer:
         base, mask = self._base, rollout.attention_mask.cpu()
         assert base is not None
         scores = torch.zeros(len(mask), dtype=torch.float32, device=rollout.sequences.device)
-        for batch in batches_by_length(mask.sum(dim=1), self._batch_size):
+        for batch in batches_by_length(mask.sum(dim=1), self._batch_size, packed=base.packs_rows):
             for rows, given in self.limit.run(batch, lambda rows: base.scores(rollout.sequences[rows], mask[rows])):
                 scores[rows] = given
         if not bool(scores.isfinite().all()):

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .adapters import SHARED, ZERO, Adapter, AdapterLike, read_roles
-from .heads import OutputHead, ScalarHead
-from .host import TrainableHost
+from .adapters import AdapterLike, read_roles
+from .heads import OutputHead
 from .hub import check_safetensors, hub_errors
 from .identity import BaseIdentity
 from .logprobs import CHUNK_ELEMENTS, token_logprobs, vocabulary_kl
-from .preparation import (
-    check_base,
-    check_head_untouched,
-    fresh_config,
-    neutral_generation_config,
-    remove_dropout,
-)
-from .roles import Role, RoleAdapters, RoleName, check_policy_name, label
+from .packing import packed_arguments, tell_rows_apart
+from .preparation import check_base, fresh_config, neutral_generation_config, remove_dropout
+from .role_host import RoleHost
+from .roles import Role, RoleName, label
 from .rows import Rows, compact_rows
 from .sampling import DecodeLoop
 
 
-class SharedBase(TrainableHost):
+class SharedBase(RoleHost):
     """One causal language model that is policy, reference, value model and reward model in turn.
 
     Outside of any :meth:`role` it is the policy. The trainable parameters are the policy's and the value's adapters
@@ -52,6 +45,11 @@ class SharedBase(TrainableHost):
         identity: which base this is, where more is known than the model's name.
         allow_pickle: read adapters that have no safetensors.
 
+    Attributes:
+        compute_dtype: of the passes.
+        chunk_elements: logits held at once, in numbers.
+        packs_rows: whether :class:`PPOTrainer` and :meth:`scores` read rows as one, without padding.
+
     Warns:
         UserWarning: an adapter was trained on another base, revision or quantization.
 
@@ -70,7 +68,6 @@ class SharedBase(TrainableHost):
         identity: BaseIdentity | None = None,
         allow_pickle: bool = False,
     ):
-        super().__init__()
         check_base(model)
         given = {"policy": policy, "reference": reference, "value": value, "reward": reward}
         adapters = read_roles(given, allow_pickle)
@@ -78,15 +75,12 @@ class SharedBase(TrainableHost):
         model.eval()
         remove_dropout(model)
         model.generation_config = neutral_generation_config(model)
-        self.model = model
-        self.compute_dtype: torch.dtype = model.dtype
+        dtype = model.dtype  # as it is without adapters, which are float32
+        super().__init__(model, adapters, fresh_config(peft_config, model), identity or BaseIdentity.of(model))
+        self.compute_dtype: torch.dtype = dtype
         self.chunk_elements = CHUNK_ELEMENTS
+        self.packs_rows = False
         self._takes_positions = "position_ids" in signature(self.backbone.forward).parameters
-        self.identity = identity or BaseIdentity.of(model)
-        self.adapters = RoleAdapters(model, self.identity)
-        self.reward_head: ScalarHead | None = None
-        self._add_roles(**adapters, config=fresh_config(peft_config, model))
-        self._settle()
         self._output_head = OutputHead(model)
         self.eval()
         self._check_logits()
@@ -131,65 +125,6 @@ class SharedBase(TrainableHost):
                 model_kwargs["use_safetensors"] = True
             model = AutoModelForCausalLM.from_pretrained(name_or_path, **model_kwargs)
         return cls(model, peft_config=peft_config, identity=BaseIdentity.of(model, revision), **adapters)
-
-    # Roles
-
-    @contextmanager
-    def role(self, role: RoleName) -> Iterator[SharedBase]:
-        """Be ``role`` inside the ``with``; whatever it was before is restored at the end, also after an exception.
-
-        Raises:
-            ValueError: the base does not have that role.
-        """
-        previous = self.adapters.active
-        self.adapters.activate(self._known(role))
-        try:
-            yield self
-        finally:
-            self.adapters.activate(previous)
-
-    @property
-    def active_role(self) -> RoleName:
-        """The role of the moment."""
-        return self.adapters.active
-
-    @property
-    def roles(self) -> tuple[RoleName, ...]:
-        """The roles this base has, and further policies."""
-        return self.adapters.roles
-
-    @property
-    def shares_value_adapter(self) -> bool:
-        """Whether the value role lives on the policy's adapter."""
-        return self.adapters.same(Role.VALUE, Role.POLICY)
-
-    def add_policy(self, name: str, adapter: AdapterLike | None = None) -> None:
-        """Put one more policy on the base, to compare with: a text role of its own name that is never trained.
-
-        Args:
-            name: what it is called wherever a role is asked for.
-            adapter: a causal adapter; None for the base without one.
-
-        Raises:
-            ValueError: the name is taken or cannot be one; the adapter does not fit.
-        """
-        check_policy_name(name, self.roles)
-        read = read_roles({name: adapter})[name]
-        try:
-            if read is None:
-                self.adapters.share(name, None)
-            else:
-                self.adapters.add(name, read)
-        finally:
-            self._settle()
-
-    def trainable_parameters(self) -> dict[Role, list[nn.Parameter]]:
-        """The parameters that training changes, by role. With a shared value adapter the value has its head only."""
-        value = [] if self.shares_value_adapter else self.adapters.parameters(Role.VALUE)
-        return {
-            Role.POLICY: self.adapters.parameters(Role.POLICY),
-            Role.VALUE: [*value, *self.value_head.parameters()],
-        }
 
     # What the roles compute
 
@@ -313,7 +248,7 @@ class SharedBase(TrainableHost):
         """
         self._known(Role.REWARD)
         assert self.reward_head is not None
-        rows = compact_rows(input_ids, attention_mask)
+        rows = compact_rows(input_ids, attention_mask, packed=self.packs_rows)
         return self.reward_head(rows.last_states(self._hidden_states(Role.REWARD, rows)))
 
     @torch.no_grad()
@@ -397,95 +332,6 @@ class SharedBase(TrainableHost):
                     "diverged (lower the learning rate) or the dtype overflows (use bfloat16 or float32)."
                 ) from error
 
-    # Saving and loading
-
-    def adapter(self, role: RoleName) -> Adapter:
-        """A role's adapter and head as plain tensors (not copied).
-
-        Raises:
-            ValueError: the role has no adapter.
-        """
-        role = self._known(role)
-        head = self._head(role)
-        return replace(self.adapters.export(role), head=None if head is None else head.state_dict())
-
-    def load_adapter(self, role: RoleName, adapter: Adapter) -> None:
-        """Copy an adapter's tensors, and its head for value and reward, into the role's parameters in place.
-
-        Raises:
-            ValueError: names or shapes differ from the role's, or the head is missing.
-        """
-        role = self._known(role)
-        head = self._head(role)
-        given = None if head is None else adapter.scalar_head(self._hidden_size)
-        if head is not None and given is not None:
-            head.check_fits(given, adapter.source)
-        self.adapters.load(role, adapter)
-        if head is not None and given is not None:
-            head.load_state_dict(given.state_dict())
-
-    def _head(self, role: RoleName) -> ScalarHead | None:
-        return {"value": self.value_head, "reward": self.reward_head}.get(label(role))
-
-    # Building
-
-    def _add_roles(self, policy: Any, reference: Any, value: Any, reward: Adapter | None, config: LoraConfig) -> None:
-        self.adapters.add(Role.POLICY, policy or config)
-        if reference is not None:
-            self.adapters.add(Role.REFERENCE, reference)
-        elif policy is None and not config.use_dora:
-            self.adapters.share(Role.REFERENCE, None)
-        else:
-            self.adapters.copy(Role.POLICY, Role.REFERENCE)
-        if reward is not None:
-            self.adapters.add(Role.REWARD, reward)
-            self.reward_head = reward.scalar_head(self._hidden_size).to(self.device)
-        self._add_value(value, config)
-
-    def _add_value(self, value: Any, config: LoraConfig) -> None:
-        head = ScalarHead.zeros(self._hidden_size) if self.reward_head is None else deepcopy(self.reward_head)
-        if value == SHARED:
-            self.adapters.share(Role.VALUE, Role.POLICY)
-        elif isinstance(value, Adapter):
-            self.adapters.add(Role.VALUE, value)
-            head = value.scalar_head(self._hidden_size)
-        elif self.reward_head is not None and value != ZERO:
-            self.adapters.copy(Role.REWARD, Role.VALUE)
-        else:
-            self.adapters.add(Role.VALUE, config)
-            head = ScalarHead.zeros(self._hidden_size)
-        self.value_head = head.to(self.device)
-
-    def _settle(self) -> None:
-        """After adapters were put on the base."""
-        check_head_untouched(self.model)
-        self._freeze()
-        self.adapters.activate(self.adapters.active)
-
-    def _freeze(self) -> None:
-        """Exactly the policy's and the value's parameters are trainable, from now on and for good."""
-        self.requires_grad_(False)
-        for parameters in self.trainable_parameters().values():
-            for parameter in parameters:
-                parameter.requires_grad_(True)
-
-    # Switching
-
-    def _known(self, role: RoleName) -> RoleName:
-        there = {label(known): known for known in self.adapters.roles}
-        if label(role) in there:
-            return there[label(role)]
-        known = list(dict.fromkeys([*(known.value for known in Role), *there]))
-        if role not in known:
-            raise ValueError(f"Unknown role {role!r}; expected one of {known}.")
-        raise ValueError(
-            f"This base has no {label(role)} role. Give SharedBase a {label(role)} adapter, or take scores from "
-            "reward functions."
-        )
-
-    def _recompute_contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), self.role(self.adapters.active)
-
     # Passes
 
     def _precision(self) -> AbstractContextManager[Any]:
@@ -496,26 +342,38 @@ class SharedBase(TrainableHost):
         """[B, N, H]: the backbone's last hidden states under a role."""
         self._set_checkpointing_layers(torch.is_grad_enabled())
         with self.role(role), self._precision():
-            packed = {} if rows.position_ids is None else {"position_ids": rows.position_ids}
+            positions = rows.position_ids
+            packed = {} if positions is None else packed_arguments(self.model, rows.lengths, positions)
             return self.backbone(rows.input_ids, use_cache=False, **packed).last_hidden_state
 
-    @torch.no_grad()
-    def check_packing(self) -> None:
-        """Compare packed rows with the same rows by themselves.
+    def decide_packing(self, wanted: bool | None = None) -> None:
+        """Read rows as one, without padding, from now on or not.
+
+        Args:
+            wanted: None for where attention is quick at it and says the same.
 
         Raises:
-            ValueError: they say something else, so the base cannot tell packed rows apart.
+            ValueError: it is wanted, and the base cannot tell packed rows apart.
         """
-        ids = torch.arange(10, device=self.device).view(2, 5) % self._output_head.vocab_size
-        apart, packed = (
-            self.forward(Role.REFERENCE, compact_rows(ids, torch.ones_like(ids), 3, packed))[0]
-            for packed in (False, True)
-        )
-        if not self._takes_positions or not torch.allclose(apart, packed, rtol=1e-2, atol=1e-2):
+        quick = wanted is not False and tell_rows_apart(self.model)
+        self.packs_rows = (quick or bool(wanted)) and self._packed_rows_say_the_same()
+        if wanted and not self.packs_rows:
             raise ValueError(
                 f"{type(self.model).__name__} cannot tell packed rows apart, at least with this attn_implementation. "
                 "Set pack_sequences=False."
             )
+
+    @torch.no_grad()
+    def _packed_rows_say_the_same(self) -> bool:
+        """Whether packed rows of 2 to 5 tokens say what each says by itself."""
+        if not self._takes_positions:
+            return False
+        ids = torch.arange(20, device=self.device).view(4, 5) % self._output_head.vocab_size
+        mask = torch.arange(5) >= torch.tensor([[0], [3], [1], [2]])
+        apart, packed = (
+            self.forward(Role.REFERENCE, compact_rows(ids, mask, 1, packed))[0] for packed in (False, True)
+        )
+        return torch.allclose(apart, packed, rtol=1e-2, atol=1e-2)
 
     @torch.no_grad()
     def _check_logits(self) -> None:
@@ -523,7 +381,3 @@ class SharedBase(TrainableHost):
         with self._precision():
             whole = self.model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
             self._output_head.check(self._hidden_states(Role.POLICY, compact_rows(ids, torch.ones_like(ids))), whole)
-
-    @property
-    def _hidden_size(self) -> int:
-        return int(self.config.get_text_config().hidden_size)

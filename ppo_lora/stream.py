@@ -27,6 +27,7 @@ class ExperienceStream(IterableDataset):
         iterations: how many a pass over the stream makes.
         config: the sizes.
         seed: of the shuffles.
+        packed: whether micro-batches in tokens have no padding.
     """
 
     def __init__(
@@ -36,9 +37,10 @@ class ExperienceStream(IterableDataset):
         iterations: int,
         config: PPOConfig,
         seed: int,
+        packed: bool = False,
     ):
         self._collect, self._first_iteration, self._iterations = collect, first_iteration, iterations
-        self._config, self._seed = config, seed
+        self._config, self._seed, self._packed = config, seed, packed
 
     def __len__(self) -> int:
         per_step = self._config.gradient_accumulation_steps
@@ -55,10 +57,12 @@ class ExperienceStream(IterableDataset):
             for epoch in range(self._config.num_ppo_epochs):
                 seed = stream_seed(self._seed, _SHUFFLES, iteration, epoch)
                 order = torch.randperm(len(experience), generator=torch.Generator().manual_seed(seed))
-                yield from micro_batches(experience, order, self._config)
+                yield from micro_batches(experience, order, self._config, self._packed)
 
 
-def micro_batches(experience: Experience, order: Tensor, config: PPOConfig) -> Iterator[list[Experience]]:
+def micro_batches(
+    experience: Experience, order: Tensor, config: PPOConfig, packed: bool = False
+) -> Iterator[list[Experience]]:
     """One epoch: mini-batches in the given order, the rows of each put together by length so that little is padding.
 
     Trainer counts micro-batches of a fixed number of rows. Where their size is given in tokens, each of Trainer's
@@ -70,9 +74,8 @@ def micro_batches(experience: Experience, order: Tensor, config: PPOConfig) -> I
         if config.max_tokens_per_micro_batch is None:
             pieces = list(rows[lengths.argsort(stable=True)].split(config.per_device_train_batch_size))
         else:
-            pieces = [
-                rows[batch] for batch in batches_by_length(lengths, len(rows), config.max_tokens_per_micro_batch)
-            ]
+            batches = batches_by_length(lengths, len(rows), config.max_tokens_per_micro_batch, packed)
+            pieces = [rows[batch] for batch in batches]
         starts = [len(pieces) * slot // slots for slot in range(slots + 1)]
         for start, stop in pairwise(starts):
             yield [experience.select(piece) for piece in pieces[start:stop]]

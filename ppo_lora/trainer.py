@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
@@ -18,18 +17,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProgressCallback,
-    Trainer,
     TrainerCallback,
-    TrainerControl,
     set_seed,
 )
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from .adapters import AdapterLike
 from .callbacks import IterationEndCallback, PhaseProgressCallback
-from .card import CardFacts, write_card
-from .checkpoint import Stateful, check_checkpoint, load_roles, load_states, save_roles, save_states
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset
@@ -37,16 +31,15 @@ from .demonstrations import demonstrations
 from .display import completions_table, print_table, print_warning
 from .eval_loop import evaluate_prompts, evaluation_metrics
 from .health import HealthMonitor, Limits, kl_bound
-from .hub import hub_errors
 from .kl_control import kl_controller
-from .manifest import package_versions
-from .metrics import PhaseClock, RunningMeans
+from .metrics import PhaseClock, RunningMeans, memory_metrics
 from .normalization import DatasetNormalizer
 from .plan_display import measured_peak, startup_plan
 from .pretraining import PretrainingMix
 from .prompts import evaluation_prompts, iteration_prompts, iterations_of_epoch, training_prompts
 from .reward_models import ModelReward, RewardSource, reward_functions
-from .roles import Role, label
+from .roles import Role
+from .saving import SavingTrainer
 from .scorers import Scorer
 from .setup import (
     check_best_metric,
@@ -67,14 +60,10 @@ from .update import MicroBatch, PolicyValueUpdate, micro_batches_of_step
 
 EvalDataset: TypeAlias = Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
 
-_SCORE_OPTIONS = (
-    *("score_clip", "missing_eos_penalty", "missing_eos_score"),
-    *("overlong_penalty", "overlong_buffer_length"),
-)
 _ROLLOUTS = 1  # a stream of random numbers; the shuffles' is 2, the startup checks' 4
 
 
-class PPOTrainer(Trainer):
+class PPOTrainer(SavingTrainer):
     """Proximal policy optimization of a LoRA policy, with reference, value and reward on the same base.
 
     Args:
@@ -97,10 +86,7 @@ class PPOTrainer(Trainer):
         ValueError, TypeError: what was given cannot be trained with. Nothing is written then.
     """
 
-    args: PPOConfig
-    control: TrainerControl
     optimizer: Any
-    _tag_names = ["ppo_lora", "ppo", "trl"]
 
     def __init__(
         self,
@@ -139,8 +125,7 @@ class PPOTrainer(Trainer):
             self.base.compute_dtype = torch.bfloat16
         self.base.chunk_elements = args.logits_chunk_mib * 2**20 // 4
         check_dtype(self.base)
-        if args.pack_sequences:
-            self.base.check_packing()
+        self.base.decide_packing(args.pack_sequences)
         check_optimizer(optimizers[0], self.base)
         tokenizer = tokenizer_for(processing_class, model, self.base, args)
         functions = reward_functions(reward_funcs, reward_processing_classes, args)
@@ -164,7 +149,7 @@ class PPOTrainer(Trainer):
         self._checks_due = self._trained = False
         self._health: HealthMonitor | None = None
         self.kl_controller = kl_controller(args.kl_coef, args.kl_target, args.kl_horizon)
-        self._states: dict[str, Stateful] = {"kl": self.kl_controller, "scores": self._collector.normalizer}
+        self._states = {"kl": self.kl_controller, "scores": self._collector.normalizer}
         super().__init__(
             model=self.base,
             args=args,
@@ -212,6 +197,7 @@ class PPOTrainer(Trainer):
             iterations_of_epoch(self._train_prompts, self.args),
             self.args,
             self.args.seed + self.args.process_index,
+            self.base.packs_rows,
         )
         return DataLoader(stream, batch_size=None)
 
@@ -272,7 +258,7 @@ class PPOTrainer(Trainer):
     ) -> tuple[list[list[MicroBatch]], None]:
         """The micro-batches of one optimizer step; see :func:`~ppo_lora.update.micro_batches_of_step`."""
         slots = [slot for _, slot in zip(range(num_batches), epoch_iterator, strict=False)]
-        return micro_batches_of_step(slots, self.args, self._sum_over_processes), None
+        return micro_batches_of_step(slots, self.args, self._sum_over_processes, self.base.packs_rows), None
 
     # One optimizer step
 
@@ -357,24 +343,14 @@ class PPOTrainer(Trainer):
             f"{prefix}_runtime": time.perf_counter() - started
         }
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Trainer's; what is to be loaded at the end has to be saved, also where no checkpoint is due."""
-        is_best: bool = super()._determine_best_metric(metrics, trial)
-        if is_best and self.args.load_best_model_at_end:
-            self.control.should_save = True
-        if is_best and self.control.should_save:
-            # transformers 5.0 forgets it with save_strategy="best", and then loads nothing at the end.
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / folder)
-        return is_best
-
     # Logging
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add what the iteration measured to the training logs, under TRL's names."""
         if "loss" in logs:
             self._close_iteration()
-            logs = {**self._means.pop(self._sum_over_processes, gather_object), **logs, **self._memory()}
+            limits = (*self._collector.limits, self._update.limit)
+            logs = {**self._means.pop(self._sum_over_processes, gather_object), **logs, **memory_metrics(limits)}
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
             if self.args.health_warnings:
@@ -382,17 +358,6 @@ class PPOTrainer(Trainer):
             if self.args.log_completions and self._scored is not None:
                 self._print_completions(self._scored, f"Step {self.state.global_step}")
         super().log(logs, start_time)
-
-    def _memory(self) -> dict[str, float]:
-        """Resident memory of this process and, on a GPU, the peak that was allocated, in GiB; where it was too little,
-        the rows at a time that fit."""
-        memory = {"memory/rss_gib": psutil.Process().memory_info().rss / 2**30}
-        if torch.cuda.is_available():
-            memory["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        for limit in (*self._collector.limits, self._update.limit):
-            if limit.rows is not None:
-                memory[f"memory/{limit.phase}_rows"] = float(limit.rows)
-        return memory
 
     def _warn_of_health(self, logs: dict[str, float]) -> int:
         """Say what is unhealthy since this log; how many warnings that are."""
@@ -441,93 +406,3 @@ class PPOTrainer(Trainer):
     def _sum_over_processes(self, totals: Tensor) -> Tensor:
         summed: Tensor = self.accelerator.reduce(totals.to(self.accelerator.device), reduction="sum")
         return summed
-
-    # Saving and resuming
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The policy as plain PEFT at the top, the value role below it, the tokenizer and a manifest."""
-        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
-        resumable = folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
-        with_value = self.args.save_value or resumable
-        save_roles(folder, self.base, self._schedule(), self._reward_description(), with_value)
-        if resumable:
-            save_states(folder, self._states)
-        self._tokenizer.save_pretrained(folder)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Trainer's, which copies the policy's files into the output folder: the other files have to go with them."""
-        if self.is_world_process_zero() and self.args.hub_strategy != HubStrategy.END:
-            self._save(self.args.output_dir)
-        super()._push_from_checkpoint(checkpoint_folder)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Copy the saved adapters into the parameters in place; PEFT's own loading would freeze and unfreeze them."""
-        check_checkpoint(resume_from_checkpoint, TRAINER_STATE_NAME)
-        load_roles(resume_from_checkpoint, self.base, self._schedule())
-        load_states(resume_from_checkpoint, self._states)
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """Trainer's; what the Hub refuses is said in one line, before anything is trained."""
-        with hub_errors("repository", self._repository):
-            super().init_hf_repo(*args, **kwargs)
-
-    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Save and push the policy, its value role if ``save_value``, and the model card; see Trainer's.
-
-        Raises:
-            HubError: the Hub does not take it. Everything is in the output folder by then.
-        """
-        with hub_errors("repository", self._repository):
-            return super().push_to_hub(*args, **kwargs)
-
-    @property
-    def _repository(self) -> str:
-        return self.args.hub_model_id or Path(self.args.output_dir).name
-
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Write the policy's README.md: base, roles, reward, data, options, last metrics, curve, how to load it."""
-        if not self.is_world_process_zero():
-            return
-        folder = Path(self.args.output_dir)
-        write_card(
-            folder,
-            CardFacts(
-                name=model_name or folder.name,
-                location=self.hub_model_id or folder.name,
-                base=self.base.identity,
-                lora=self.base.adapter(Role.POLICY).config,
-                roles={label(role): self.base.adapters.origins[role] for role in self.base.roles},
-                reward_weights=self._reward_description()["weights"],
-                config=self.args,
-                history=self.state.log_history,
-                dataset=dataset_name,
-                value=self.args.save_value,
-                tags={*self._tag_names, *([tags] if isinstance(tags, str) else tags or [])},
-                versions=package_versions(),
-            ),
-        )
-
-    def _schedule(self) -> dict[str, int]:
-        """What has to stay as it is for a run to be resumed."""
-        args = self.args
-        several = {"num_generations": args.num_generations} if args.num_generations > 1 else {}
-        return {"steps_per_iteration": args.steps_per_iteration, "batch_size": args.batch_size, **several}
-
-    def _reward_description(self) -> dict[str, Any]:
-        """How scores become rewards, for the manifest."""
-        args = self.args
-        return {
-            "weights": dict(zip(self.scorer.names, self.scorer.weights, strict=True)),
-            "normalisation": self._collector.normalizer.description(),
-            "whitened": args.whiten_rewards,
-            **{name: getattr(args, name) for name in _SCORE_OPTIONS},
-        }

@@ -73,7 +73,7 @@ class MicroBatch:
 
 
 def micro_batches_of_step(
-    slots: Sequence[Sequence[Experience]], config: PPOConfig, reduce: Reduce
+    slots: Sequence[Sequence[Experience]], config: PPOConfig, reduce: Reduce, packed: bool = False
 ) -> list[list[MicroBatch]]:
     """An optimizer step's pieces with their weights in it, so that its gradient does not depend on how it is cut.
 
@@ -81,6 +81,7 @@ def micro_batches_of_step(
         slots: of this process, the pieces of each of Trainer's micro-batches.
         config: how losses are aggregated.
         reduce: sums a tensor over all processes.
+        packed: whether the base reads a piece as one row.
     """
     pieces = [piece for slot in slots for piece in slot]
     tokens = torch.stack([piece.response_mask.sum() for piece in pieces]).sum()
@@ -92,7 +93,7 @@ def micro_batches_of_step(
                 experience=piece,
                 weights=aggregation_weights(piece.response_mask, config.loss_aggregation, tokens, rows, length),
                 portion=len(piece) / rows,
-                packed=config.pack_sequences,
+                packed=packed,
             )
             for piece in slot
         ]

@@ -280,6 +280,22 @@ def _check_data(config: Any) -> None:
         )
 
 
+def steps_of_episodes(config: Any) -> int:
+    """The steps that ``total_episodes`` responses take.
+
+    Raises:
+        ValueError: ``max_steps`` is given too, and says otherwise.
+    """
+    episodes = config.total_episodes
+    steps: int = math.ceil(episodes / config.batch_size) * config.steps_per_iteration
+    if config.max_steps not in (-1, steps):
+        raise ValueError(
+            f"Both total_episodes={episodes} (that is {steps} steps) and max_steps={config.max_steps} "
+            "are given; set one of them."
+        )
+    return steps
+
+
 def check_steps(config: Any) -> None:
     """Refuse a number of steps that ends inside an iteration, or before the policy is trained."""
     if config.max_steps > 0 and config.max_steps % config.steps_per_iteration:

@@ -55,7 +55,7 @@ class Work:
     dtype: str = "float32"
     quantization: str = "none"
     device: str = "cpu"
-    micro_rows: int = 4
+    micro_rows: int = 8
     rollout_rows: int = 64
     epochs: int = 4
     iterations: int = 3

@@ -11,7 +11,7 @@ from transformers import LlamaModel
 from bases import full_base
 from batches import lawful
 from builders import padded_batch
-from ppo_lora.rows import batches_by_length, compact_rows
+from ppo_lora.rows import BATCH_COST, batches_by_length, compact_rows
 from runs import trainer
 
 
@@ -70,7 +70,8 @@ def test_numbers_go_back_to_their_tokens(packed):
 def test_packed_rows_say_what_rows_by_themselves_say(architecture, attention):
     base = full_base(architecture)
     base.model.set_attn_implementation(attention)
-    base.check_packing()
+    base.decide_packing(True)
+    assert base.packs_rows
     ids, mask = padded_batch(4, 5, 6)
     for role in ("policy", "reference"):
         apart, packed = (base(role, compact_rows(ids, mask, 6, packed)) for packed in (False, True))
@@ -94,9 +95,12 @@ def test_packing_changes_no_training(tmp_path):
 
 def test_a_base_that_cannot_tell_packed_rows_apart_is_refused(tmp_path, monkeypatch):
     forward = LlamaModel.forward
-    monkeypatch.setattr(
-        LlamaModel, "forward", lambda self, *args, position_ids=None, **options: forward(self, *args, **options)
-    )
+
+    def deaf(self, *args, position_ids=None, row_lengths=None, **options):
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(LlamaModel, "forward", deaf)
+    assert not trainer(tmp_path / "default").base.packs_rows
     with pytest.raises(ValueError, match="LlamaForCausalLM cannot tell packed rows apart"):
         trainer(tmp_path, pack_sequences=True)
 
@@ -113,31 +117,33 @@ def test_a_response_needs_something_before_it():
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=40).map(torch.tensor)
 
 
-@given(LENGTHS, st.integers(1, 12), st.one_of(st.none(), st.integers(1, 2000)))
+@given(LENGTHS, st.integers(1, 12), st.one_of(st.none(), st.integers(1, 2000)), st.booleans())
 @lawful
-def test_every_row_is_in_one_batch_that_fits(lengths, rows, tokens):
-    batches = batches_by_length(lengths, rows, tokens)
+def test_every_row_is_in_one_batch_that_fits(lengths, rows, tokens, packed):
+    batches = batches_by_length(lengths, rows, tokens, packed)
     assert sorted(torch.cat(batches).tolist()) == list(range(len(lengths)))
     for batch in batches:
+        computed = lengths[batch].sum() if packed else len(batch) * lengths[batch].max()
         assert len(batch) <= rows
-        assert tokens is None or len(batch) == 1 or len(batch) * lengths[batch].max() <= tokens
+        assert tokens is None or len(batch) == 1 or computed <= tokens
         assert lengths[batch].tolist() == sorted(lengths[batch].tolist(), reverse=True)
 
 
-def cost(lengths, batches) -> int:
-    return sum(len(batch) * int(lengths[batch].max()) + 32 for batch in batches)
+def cost(lengths, batches, packed: bool) -> int:
+    computed = [lengths[batch].sum() if packed else len(batch) * lengths[batch].max() for batch in batches]
+    return sum(int(tokens) + BATCH_COST for tokens in computed)
 
 
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=7).map(torch.tensor), st.integers(1, 7))
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=7).map(torch.tensor), st.integers(1, 7), st.booleans())
 @lawful
-def test_no_other_cut_costs_less(lengths, rows):
+def test_no_other_cut_costs_less(lengths, rows, packed):
     ordered = lengths.argsort(descending=True)
     cuts = [
         [piece for piece in ordered.tensor_split([i + 1 for i in range(len(lengths) - 1) if cut >> i & 1])]
         for cut in range(2 ** (len(lengths) - 1))
     ]
-    least = min(cost(lengths, batches) for batches in cuts if max(map(len, batches)) <= rows)
-    assert cost(lengths, batches_by_length(lengths, rows)) == least
+    least = min(cost(lengths, batches, packed) for batches in cuts if max(map(len, batches)) <= rows)
+    assert cost(lengths, batches_by_length(lengths, rows, packed=packed), packed) == least
 
 
 def test_rows_of_like_length_are_together_and_the_others_apart():
