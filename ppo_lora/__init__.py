@@ -28,8 +28,8 @@ from .reward_calls import RewardSourceError
 from .rewards import kl_penalty, token_rewards
 from .roles import Role
 from .scorers import Scorer
+from .setup import StartupError
 from .shared_base import SharedBase
-from .startup import StartupError
 from .statistics import best_of_n, best_of_n_kl, bootstrap_interval, distinct_n, win_rate
 from .trainer import PPOTrainer
 from .types import Experience, Prompts, Rollout

@@ -15,6 +15,8 @@ from .shared_base import SharedBase
 
 VALUE_FOLDER = "value"
 STATE_FILE = "ppo_state.json"
+LOGS = "logs"
+"""The state of what was measured since the last log. There is none right after one, nor in 0.1.0's checkpoints."""
 
 
 class Stateful(Protocol):
@@ -102,9 +104,9 @@ def load_states(folder: str | Path, states: Mapping[str, Stateful]) -> None:
         ValueError: the checkpoint has the states of other options.
     """
     path = Path(folder) / STATE_FILE
-    saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    saved = _read_json(path) if path.is_file() else {}
     wanted = _filled(states)
-    if saved.keys() != wanted.keys():
+    if saved.keys() | {LOGS} != wanted.keys() | {LOGS}:
         raise ValueError(
             f"The checkpoint {folder} has the state of {sorted(saved) or 'nothing'}, this run needs that of "
             f"{sorted(wanted) or 'nothing'}; a run resumes with the options it began with."
@@ -115,6 +117,13 @@ def load_states(folder: str | Path, states: Mapping[str, Stateful]) -> None:
 
 def _filled(states: Mapping[str, Stateful]) -> dict[str, dict[str, Any]]:
     return {name: state for name, each in states.items() if (state := each.state_dict())}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is broken ({error}). Resume from another checkpoint.") from error
 
 
 def check_checkpoint(folder: str | Path, *files: str) -> None:
@@ -135,9 +144,12 @@ def check_checkpoint(folder: str | Path, *files: str) -> None:
     missing += [name for name in files if not (Path(folder) / name).is_file()]
     if missing:
         raise ValueError(
-            f"{expected}, which has no {missing[0]}; expected a folder checkpoint-N that a run saved (save_strategy). "
-            "To start a new run from an adapter, give it as policy_adapter."
+            f"{expected}, which has no {missing[0]}; expected a folder checkpoint-N that a run saved (save_strategy, "
+            "without save_only_model). To start a new run from an adapter, give it as policy_adapter."
         )
+    for name in files:
+        if name.endswith(".json"):
+            _read_json(Path(folder) / name)
 
 
 def _check_same_run(adapter: Adapter, folder: Path, base: SharedBase, schedule: Mapping[str, int]) -> None:

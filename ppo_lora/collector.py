@@ -145,9 +145,9 @@ class Collector:
             batch = rows[first : first + config.local_rollout_forward_batch_size]
             responses = demonstrations.responses(batch, self._stop_token_ids, self._base.device)
             scores = self._scorer.judge(responses, trainer_state=trainer_state).finals.double().cpu()
-            totals += torch.stack([scores.sum(), torch.tensor(float(len(scores)))])
+            totals += torch.stack([scores.nansum(), (~scores.isnan()).sum()])
         total, count = reduce(totals).tolist()
-        return total / count
+        return total / max(count, 1)
 
 
 def distinct_ratio(completions: Sequence[Sequence[int]]) -> float:

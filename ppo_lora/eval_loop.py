@@ -119,7 +119,8 @@ class _Rows:
         found = rollout_metrics(experience, self.tokens, self.rollout, kl_coef, config)
         found |= rescaling_metrics(self.raw_scores, experience, config)
         scores = self.raw_scores.view(-1, samples)
-        powers = [2**power for power in range(samples.bit_length())] if samples > 1 else []
+        scores = scores[~scores.isnan().any(dim=1)]
+        powers = [2**power for power in range(samples.bit_length())] if samples > 1 and len(scores) else []
         best_of = {f"objective/best_of_{n}": best_of_n(scores, n) for n in powers}
         return {**found, **source_metrics(self.by_source), **best_of}
 

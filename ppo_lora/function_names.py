@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from .reward_calls import RewardFunction
+from .reward_calls import RewardFunction, check_parameters
 
 URL_SCHEMES = ("http://", "https://")
 
@@ -32,10 +32,13 @@ def load_function(name: str) -> RewardFunction:
     Raises:
         ValueError: there is no such module, or nothing to call under that name in it; or the call's arguments are no
             literals, it refuses them, or returns nothing to call.
+        TypeError: it cannot be called with completions.
     """
     path, arguments = _parsed(name)
-    function = _found(name, path)
-    return function if arguments is None else _made(name, function, *arguments)
+    found = _found(name, path)
+    function = found if arguments is None else _made(name, found, *arguments)
+    check_parameters(function)
+    return function
 
 
 def _parsed(name: str) -> tuple[str, tuple[list[Any], dict[str, Any]] | None]:

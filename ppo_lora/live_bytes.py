@@ -16,6 +16,14 @@ from torch.utils._pytree import tree_iter
 Kernels = Mapping[str, Callable[..., Any]]
 """What runs in place of an operation, by its name as ``bitsandbytes::gemm_4bit``."""
 
+Operate = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_DEVICE, _NUMBER = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
+
+
+def _operated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
 
 class LiveBytes(TorchDispatchMode):
     """While it is entered, every storage that an operation returns is counted until it is freed.
@@ -26,19 +34,27 @@ class LiveBytes(TorchDispatchMode):
     Args:
         kernels: what runs in place of an operation, unless it returns NotImplemented; what it calls is counted.
         scalar: what a tensor without data says where its number is asked for.
+        operate: runs operations that nothing stands in for, given the operation, its arguments and its options.
 
     Attributes:
         now: bytes alive.
         peaks: bytes alive at the most, by phase.
     """
 
-    def __init__(self, kernels: Kernels | None = None, scalar: float | bool | None = None):
+    def __init__(
+        self, kernels: Kernels | None = None, scalar: float | bool | None = None, operate: Operate = _operated
+    ):
         super().__init__()
         self.now = 0
         self.peaks: dict[str, int] = {}
         self._phase = ""
         self._seen: set[int] = set()
-        self._kernels, self._scalar = dict(kernels or {}), scalar
+        self._kernels, self._scalar, self._operate = dict(kernels or {}), scalar, operate
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; to say so at each operation takes longer than to count it."""
+        return False
 
     @property
     def peak(self) -> int:
@@ -78,12 +94,12 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation and count what it returned."""
-        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for very often
-        if self._scalar is not None and func is torch.ops.aten._local_scalar_dense.default:
+        if self._scalar is not None and func is _NUMBER:
             return self._scalar
         result = self._run(func, args, kwargs or {})
-        for value in tree_iter(result):
+        for value in (result,) if isinstance(result, Tensor) else tree_iter(result):
             if isinstance(value, Tensor):
                 self._add(value)
         return result
@@ -93,11 +109,11 @@ class LiveBytes(TorchDispatchMode):
         if kernel is not None:
             with self:
                 result = kernel(*args, **kwargs)
-            return func(*args, **kwargs) if result is NotImplemented else result
+            return self._operate(func, args, kwargs) if result is NotImplemented else result
         if func.namespace == "bitsandbytes" and _on_cpu(args):
             with self:  # its kernels are written with torch's operations
                 return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
-        return func(*args, **kwargs)
+        return self._operate(func, args, kwargs)
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

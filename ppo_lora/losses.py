@@ -25,7 +25,7 @@ def aggregation_weights(mask: Tensor, how: str, tokens: Tensor, rows: Tensor, lo
     Args:
         mask: [B, T] bool, True at real tokens.
         how: one of ``LOSS_AGGREGATIONS``.
-        tokens: scalar, real tokens in the step.
+        tokens: scalar, real tokens in the step; there may be none, where no response was scored.
         rows: scalar, responses in the step.
         longest: the longest that a response can be, in tokens.
 
@@ -37,7 +37,7 @@ def aggregation_weights(mask: Tensor, how: str, tokens: Tensor, rows: Tensor, lo
     """
     real = mask.float()
     if how == "token_mean":
-        return real / tokens
+        return real / tokens.clamp(min=1)
     if how == "sequence_mean":
         return real / (rows * real.sum(dim=1, keepdim=True).clamp(min=1))
     if how == "sequence_sum_constant":

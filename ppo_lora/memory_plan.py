@@ -19,7 +19,7 @@ from .plan_setup import loaded_shape, named_shape
 from .planned_base import BaseShape
 from .roles import Role
 from .shared_base import SharedBase
-from .simulation import PHASES, SAMPLING, SCORING, UPDATE, Simulated, Sizes, changed, simulate
+from .simulation import PHASES, SAMPLING, SCORING, UPDATE, Simulated, Simulator, changed
 
 GPU_CONTEXT = 2**29
 """Bytes of a GPU that are kept for CUDA itself, in which no tensor can lie."""
@@ -122,18 +122,17 @@ class Setup:
         shape: the base and its adapters.
         config: everything else.
         prompt_length: tokens of the longest prompt.
-        device: whose kernels are counted.
+        simulator: runs the phases.
     """
 
     shape: BaseShape
     config: PPOConfig
     prompt_length: int
-    device: torch.device
+    simulator: Simulator
 
     def simulate(self, phases: Sequence[str] = PHASES) -> Simulated:
-        """See :func:`~ppo_lora.simulation.simulate`."""
-        sizes = Sizes(self.prompt_length)
-        return simulate(self.shape, self.config, sizes, self.device, phases)
+        """See :meth:`~ppo_lora.simulation.Simulator.simulate`."""
+        return self.simulator.simulate(self.shape, self.config, self.prompt_length, phases)
 
     def peak(self, phases: Sequence[str] = PHASES) -> int:
         """Bytes alive at the most in the phases."""
@@ -194,12 +193,19 @@ def plan_memory(
         search: find the largest sizes that fit, and what levers save, too.
 
     Raises:
-        ValueError: there is no prompt length, or no such base can be built.
+        ValueError: there is no prompt length, the GPU is too small for anything, or no such base can be built.
         HubError: the Hub does not give a configuration.
     """
     prompt_length = args.max_prompt_length if prompt_length is None else prompt_length
     if prompt_length is None:
         raise ValueError("max_prompt_length is None, so the longest prompt is not known; set it for a plan.")
+    if prompt_length < 1:
+        raise ValueError(f"The longest prompt has {prompt_length} tokens; expected 1 or more. Set max_prompt_length.")
+    if gpu_bytes is not None and gpu_bytes <= GPU_CONTEXT:
+        raise ValueError(
+            f"The GPU has {gpu_bytes / 2**30:g} GiB; expected more than the {GPU_CONTEXT / 2**30:g} GiB that CUDA "
+            "itself takes. Name all of its memory."
+        )
     adapters = {
         "policy": policy_adapter,
         "reference": reference_adapter,
@@ -213,7 +219,7 @@ def plan_memory(
     device = torch.device("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
     if gpu_bytes is None and device.type == "cuda":
         gpu_bytes = torch.cuda.mem_get_info()[1]
-    return _plan(Setup(shape, args, prompt_length, device), gpu_bytes, search)
+    return _plan(Setup(shape, args, prompt_length, Simulator(device)), gpu_bytes, search)
 
 
 def _plan(setup: Setup, gpu: int | None, search: bool) -> MemoryPlan:
@@ -253,23 +259,33 @@ def largest_size(setup: Setup, option: str, usable: int, phases: Mapping[str, in
         usable: bytes.
         phases: peaks of the set-up as it is, where they are known: those that do not depend on the option have to fit.
     """
-    depend = SIZES[option]
-    others = [peak for phase, peak in (phases or {}).items() if phase not in depend]
-    if others and max(others) > usable:
+    known = dict(phases or {})
+    if any(peak > usable for phase, peak in known.items() if phase not in SIZES[option]):
         return 0
+    largest = limit = setup.limit(option)
+    bare = setup.simulate(())
+    for phase in sorted(SIZES[option], key=lambda phase: -known.get(phase, 0)):
+        peak = _peak_of_phase(setup, option, phase, known)
+        if largest == limit or peak(largest) > usable:  # what the largest phase allows fits in the others, mostly
+            largest = largest_fitting(peak, usable, largest, setup.size(option), bare.lasting(phase))
+    return largest
 
-    known = max((phases or {}).get(phase, 0) for phase in depend)
+
+def _peak_of_phase(setup: Setup, option: str, phase: str, known: Mapping[str, int]) -> Callable[[int], int]:
+    """A phase's peak with a value of the option."""
 
     @cache
     def peak(value: int) -> int:
-        if known and value == setup.size(option):
-            return known
-        return setup.with_size(option, value).peak(depend)
+        if phase in known and value == setup.size(option):
+            return known[phase]
+        return setup.with_size(option, value).peak((phase,))
 
-    return largest_fitting(peak, usable, setup.limit(option), start=setup.size(option))
+    return peak
 
 
-def largest_fitting(peak: Callable[[int], int], usable: int, limit: int, start: int = 1) -> int:
+def largest_fitting(
+    peak: Callable[[int], int], usable: int, limit: int, start: int = 1, nothing: int | None = None
+) -> int:
     """The largest value, up to ``limit``, whose peak is not over ``usable``; 0 if there is none.
 
     Peaks grow about linearly, so the line through the two nearest values says where to look. That the answer fits was
@@ -280,9 +296,11 @@ def largest_fitting(peak: Callable[[int], int], usable: int, limit: int, start: 
         usable: bytes.
         limit: from 1 on.
         start: a value to begin with.
+        nothing: about what a value of 0 would need, where that is known.
     """
     low, high = 0, limit + 1
     points: dict[int, int] = {}
+    zero = {} if nothing is None else {0: nothing}
     guess = min(max(start, 1), limit)
     while high - low > 1:
         points[guess] = peak(guess)
@@ -290,10 +308,10 @@ def largest_fitting(peak: Callable[[int], int], usable: int, limit: int, start: 
             low = guess
         else:
             high = guess
-        wanted = _interpolated(points, usable, guess)
+        wanted = _interpolated(points if len(points) > 1 else {**zero, **points}, usable, guess)
         if len(points) > 2 and wanted == low:
             return low
-        if len(points) % 4 == 0:
+        if len(points) % 6 == 0:  # far from a line: halves end, too
             wanted = (low + high) // 2
         guess = min(max(wanted, low + 1), high - 1)
     return low
@@ -316,11 +334,15 @@ def _levers(setup: Setup, plan: MemoryPlan) -> list[Lever]:
     config, shape = setup.config, setup.shape
     found: list[Lever] = []
 
-    def lever(name: str, how: str, other: Setup, phases: Sequence[str], lasting: int = 0) -> None:
+    def lever(
+        name: str, how: str, other: Setup, phases: Sequence[str], lasting: int = 0, only_less: bool = False
+    ) -> None:
         """One that changes the phases, and what lasts by so many bytes in the others."""
-        kept = {phase: peak + lasting for phase, peak in plan.phases.items() if phase not in phases}
-        simulated = other.simulate(phases).peaks if phases else {}
-        found.append(Lever(name, how, plan.peak - max({**kept, **simulated}.values())))
+        peak = max((size + lasting for phase, size in plan.phases.items() if phase not in phases), default=0)
+        for phase in sorted(phases, key=lambda phase: -plan.phases[phase]):
+            if plan.phases[phase] > peak or not only_less:  # others cannot be the peak
+                peak = max(peak, other.peak((phase,)))
+        found.append(Lever(name, how, plan.peak - peak))
 
     on = not config.gradient_checkpointing
     word = "on" if on else "off"
@@ -334,14 +356,15 @@ def _levers(setup: Setup, plan: MemoryPlan) -> list[Lever]:
         other = replace(setup, shape=replace(shape, adapters={**shape.adapters, Role.VALUE: SHARED}))
         bare = other.simulate(())
         less = sum(bare.standing.values()) + bare.optimizer - _lasting(plan)
-        lever("value on the policy's adapter", "value_adapter: shared", other, (UPDATE,), less)
+        lever("shared value adapter", "value_adapter: shared", other, (UPDATE,), less)
     if chunk := config.logits_chunk_mib // 4:
         smaller = replace(setup, config=changed(config, logits_chunk_mib=chunk))
-        lever("a quarter of the logits chunk", f"logits_chunk_mib: {chunk}", smaller, (SCORING, UPDATE))
+        lever("smaller logits chunk", f"logits_chunk_mib: {chunk}", smaller, (SCORING, UPDATE), only_less=True)
     for option, word in _WORDS.items():
         half = min(setup.size(option), setup.limit(option)) // 2
         if half:
-            lever(f"half the {word}", f"{option}: {half}", setup.with_size(option, half), SIZES[option])
+            other = setup.with_size(option, half)
+            lever(f"half the {word}", f"{option}: {half}", other, SIZES[option], only_less=True)
     return found
 
 
@@ -352,5 +375,5 @@ def _lasting(plan: MemoryPlan) -> int:
 
 _WORDS = {
     "per_device_train_batch_size": "micro-batch",
-    "local_rollout_forward_batch_size": "sampling and scoring batch",
+    "local_rollout_forward_batch_size": "sampling batch",
 }

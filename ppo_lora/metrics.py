@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -12,6 +12,13 @@ from torch import Tensor
 
 from .masking import Reduce
 from .splitting import RowLimit
+
+Gather = Callable[[list[str]], list[str]]
+"""Puts the lists of all processes together."""
+
+
+def _of_one_process(whole: Any) -> Any:
+    return whole
 
 
 class RunningMeans:
@@ -33,17 +40,38 @@ class RunningMeans:
             self._sums[name] = self._sums.get(name, 0.0) + number.nan_to_num(nan=0.0) * amount
             self._weights[name] = self._weights.get(name, 0.0) + amount
 
-    def pop(
-        self,
-        reduce: Reduce = lambda totals: totals,
-        gather: Callable[[list[str]], list[str]] = lambda names: names,
-    ) -> dict[str, float]:
+    def pop(self, reduce: Reduce = _of_one_process, gather: Gather = _of_one_process) -> dict[str, float]:
         """The means so far, and start anew. What was never observed is left out.
 
         Args:
             reduce: sums a tensor over all processes.
             gather: puts the lists of names of all processes together, since one may have seen what another has not.
         """
+        totals = self._totals(reduce, gather)
+        self._sums, self._weights = {}, {}
+        return {name: total / weight for name, (total, weight) in totals.items() if weight}
+
+    def spread(self, reduce: Reduce, gather: Gather, processes: int) -> None:
+        """Give each of the processes an equal share of what all have seen: the state of one is then that of each.
+
+        Args:
+            reduce, gather: as for :meth:`pop`.
+            processes: how many there are.
+        """
+        shares = {name: [part / processes for part in pair] for name, pair in self._totals(reduce, gather).items()}
+        self.load_state_dict(shares)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The sum and the weight of each name, as JSON values."""
+        return {name: [total.item(), self._weights[name].item()] for name, total in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from there; a float32 is read back to the last bit."""
+        self._sums = {name: torch.tensor(total) for name, (total, _) in state.items()}
+        self._weights = {name: torch.tensor(weight) for name, (_, weight) in state.items()}
+
+    def _totals(self, reduce: Reduce, gather: Gather) -> dict[str, list[float]]:
+        """Each name's sum and weight over all processes."""
         names = sorted(set(gather(list(self._sums))))
         if not names:
             return {}
@@ -52,10 +80,7 @@ class RunningMeans:
         pairs = [
             torch.stack([part.get(name, nothing).to(device) for part in (self._sums, self._weights)]) for name in names
         ]
-        totals = reduce(torch.stack(pairs)).tolist()
-        self._sums.clear()
-        self._weights.clear()
-        return {name: total / weight for name, (total, weight) in zip(names, totals, strict=True) if weight}
+        return dict(zip(names, reduce(torch.stack(pairs)).tolist(), strict=True))
 
 
 class PhaseClock:

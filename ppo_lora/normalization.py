@@ -38,11 +38,11 @@ def moments(scores: Tensor, reduce: Reduce | None = None) -> Moments:
     """The moments of all processes' scores, in float64.
 
     Args:
-        scores: [B] float.
+        scores: [B] float; NaN is no score.
         reduce: sums a tensor over all processes; None for one process.
     """
     reduce = reduce or (lambda total: total)
-    numbers = scores.double()
+    numbers = scores[~scores.isnan()].double()
     count = torch.full_like(numbers.sum(), numbers.numel())
     count, total = reduce(torch.stack([count, numbers.sum()]))
     mean = total / count.clamp(min=1)

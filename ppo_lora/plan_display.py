@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import psutil
 import torch
 from rich.console import Group, RenderableType
@@ -31,7 +34,7 @@ def verdict(plan: MemoryPlan) -> Text:
     text = f"planned peak {gibibytes(plan.peak)} in {plan.peak_phase}"
     if plan.gpu is None or plan.usable is None:
         return Text(text, style="bold")
-    have = f"the GPU has {gibibytes(plan.gpu)}, {gibibytes(plan.usable)} of them for tensors"
+    have = f"{gibibytes(plan.usable)} of {gibibytes(plan.gpu)} usable"
     word, style = ("fits", "bold green") if plan.fits else ("does not fit", "bold red")
     return Text(f"{text}; {have}: {word}", style=style)
 
@@ -63,17 +66,19 @@ def gibibytes(size: int) -> str:
     return f"{size / 2**30:,.2f} GiB" if abs(size) >= 2**30 / 10 else f"{size / 2**20:,.2f} MiB"
 
 
-def _table(*columns: str) -> Table:
+def _table(*columns: str, words: Sequence[str] = ()) -> Table:
+    """A table without lines; its first column and those named in ``words`` are text, the others numbers."""
     table = Table(header_style="dim", box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", style="" if number else "bold")
+        justify: Literal["left", "right"] = "left" if not number or name in words else "right"
+        table.add_column(name, justify=justify, style="" if number else "bold")
     return table
 
 
 def _parts_table(plan: MemoryPlan) -> Table:
     table = _table("part", "memory")
     for name, size in plan.parts.items():
-        table.add_row(name, gibibytes(size))
+        table.add_row("logits chunk (in these)" if name == "logits chunk" else name, gibibytes(size))
     return table
 
 
@@ -94,7 +99,7 @@ def _sizes_table(plan: MemoryPlan) -> Table:
 
 
 def _levers_table(plan: MemoryPlan) -> Table:
-    table = _table("lever", "peak", "option")
+    table = _table("lever", "run's peak", "option", words=["option"])
     for lever in plan.levers:
         sign = "-" if lever.saved > 0 else "+"
         change = f"{sign}{gibibytes(abs(lever.saved))}" if lever.saved else "no change"

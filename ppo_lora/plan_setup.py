@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ def named_shape(
     """
     options = args.model_options
     revision = options.get("revision")
+    if Path(name_or_path).is_dir() and not (Path(name_or_path) / "config.json").exists():
+        raise ValueError(f"There is no config.json in {name_or_path}; name a folder that save_pretrained wrote.")
     with hub_errors("base", name_or_path, revision):
         config = AutoConfig.from_pretrained(
             name_or_path, revision=revision or "main", trust_remote_code=bool(options["trust_remote_code"])

@@ -54,20 +54,25 @@ class BaseShape:
     def with_layers(self, count: int) -> BaseShape:
         """The same with ``count`` layers."""
         config = deepcopy(self.config)
-        text = config.get_text_config()
-        text.num_hidden_layers = count
-        if getattr(text, "layer_types", None):
-            text.layer_types = list(text.layer_types)[:count]
+        for name, values in self._by_layer.items():
+            setattr(config.get_text_config(), name, values[:count])
+        config.get_text_config().num_hidden_layers = count
         return BaseShape(**{**vars(self), "config": config})
 
     @property
     def is_uniform(self) -> bool:
         """Whether all layers are alike, so that fewer of them tell what more of them would need."""
-        if len(set(getattr(self.config.get_text_config(), "layer_types", None) or [0])) > 1:
+        if any(len(set(map(str, values))) > 1 for values in self._by_layer.values()):
             return False
         stacks = [m for m in _meta_model(self).modules() if isinstance(m, nn.ModuleList) and len(m) == self.layers]
         sizes = [{sum(p.numel() for p in layer.parameters()) for layer in stack} for stack in stacks]
         return bool(sizes) and all(len(each) == 1 for each in sizes)
+
+    @property
+    def _by_layer(self) -> dict[str, list[Any]]:
+        """What the configuration says of each layer, as which of them attend to a window only."""
+        given = vars(self.config.get_text_config())
+        return {name: each for name, each in given.items() if isinstance(each, list) and len(each) == self.layers}
 
 
 class PlannedBase(SharedBase):

@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from .responses import Responses
@@ -60,6 +60,37 @@ class RewardLog:
 def function_name(function: RewardFunction) -> str:
     """What a function is called in metrics and messages."""
     return str(getattr(function, "__name__", type(function).__name__))
+
+
+def parameters_of(function: RewardFunction) -> Mapping[str, inspect.Parameter]:
+    """A function's parameters by name; none where they cannot be known."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def check_parameters(function: RewardFunction) -> None:
+    """Refuse what cannot be called with prompts, completions and completion_ids, such as a factory without its call.
+
+    Raises:
+        TypeError: it has no such parameters.
+    """
+    try:
+        # not those of a function that it wraps: a wrapper may pass on what it likes
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    missing = [name for name in ("prompts", "completions", "completion_ids") if name not in parameters]
+    if missing:
+        name, own = function_name(function), ", ".join(f"{own}=..." for own in parameters)
+        raise TypeError(
+            f"The reward function {name} has the parameters {[*parameters]}, and neither {' nor '.join(missing)} nor "
+            "**kwargs; expected f(prompts, completions, completion_ids, **kwargs). If it makes a reward function, "
+            f"call it: {name}({own})."
+        )
 
 
 def call_functions(functions: Sequence[RewardFunction], responses: Responses, context: dict[str, Any]) -> list[Any]:

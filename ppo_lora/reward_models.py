@@ -109,13 +109,26 @@ def _function(source: Any, tokenizer: Any, config: PPOConfig) -> RewardFunction:
         with hub_errors("reward model", source):
             if not config.allow_pickle:
                 check_safetensors(source, options.get("revision"))
-            source = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **options)
+            source = _with_one_output(source, options)
     if not isinstance(source, PreTrainedModel):
         return source
     if tokenizer is None:
         its_own = {name: options[name] for name in _OF_TOKENIZERS if name in options}
         tokenizer = AutoTokenizer.from_pretrained(source.config.name_or_path, **its_own)
     return ModelReward(source, tokenizer, config.local_rollout_forward_batch_size)
+
+
+def _with_one_output(name: str, options: dict[str, Any]) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, **options)
+    except RuntimeError as error:
+        if "mismatch" not in str(error):
+            raise
+        raise ValueError(
+            f"The reward model {name} has weights of other sizes than a model with one output; expected num_labels=1. "
+            "A classifier's outputs become a score in a reward function of your own."
+        ) from error
+    return model
 
 
 def _server(url: str, config: PPOConfig) -> RewardFunction:

@@ -127,11 +127,11 @@ def replace_missing_eos(scores: Tensor, stopped: Tensor, score: float) -> Tensor
     """Give every response without a stop token this fixed ``score`` (the EOS trick of arXiv 2403.17031).
 
     Args:
-        scores: [B] float.
+        scores: [B] float; NaN, for a response that nobody scored, stays.
         stopped: [B] bool, True where the response ended with a stop token.
         score: what an unfinished response is worth, in units of the score.
     """
-    return torch.where(stopped, scores, torch.full_like(scores, score))
+    return torch.where(stopped | scores.isnan(), scores, torch.full_like(scores, score))
 
 
 def clip_scores(scores: Tensor, score_clip: float) -> Tensor:

@@ -182,7 +182,8 @@ def build_experience(
     Args:
         rollout: the sampled rows.
         tokens: what the base says of each token.
-        scores: [B] float32, after :func:`final_scores`.
+        scores: [B] float32, after :func:`final_scores`; NaN for responses that nobody scored, from which nothing is
+            learned: none of their tokens is in the experience's ``response_mask``.
         kl_coef: weight of the KL penalty.
         config: everything else.
         reduce: sums a tensor over all processes, for whitening; None for one process.
@@ -191,7 +192,7 @@ def build_experience(
     Raises:
         FloatingPointError: something is not finite; the message names it and the row.
     """
-    mask, in_loss = rollout.response_mask, config.kl_in == "loss"
+    mask, in_loss = rollout.response_mask & ~scores.isnan()[:, None], config.kl_in == "loss"
     rewards = token_rewards(
         scores,
         tokens.logprobs,
@@ -241,7 +242,8 @@ def importance_weights(rollout: Rollout, tokens: TokenScores, cap: float) -> Ten
 
 def _check_finite(experience: Experience) -> None:
     for name in ("logprobs", "ref_logprobs", "values", "scores", "rewards", "advantages", "returns"):
-        finite = getattr(experience, name).isfinite().reshape(len(experience), -1).all(dim=1)
+        numbers = getattr(experience, name)
+        finite = (numbers.isfinite() | (numbers.isnan() & (name == "scores"))).reshape(len(numbers), -1).all(dim=1)
         if not bool(finite.all()):
             row = int((~finite).nonzero()[0])
             raise FloatingPointError(
@@ -269,20 +271,22 @@ def rollout_metrics(
     )
     lengths = mask.sum(dim=1).float()
     non_score_reward = penalty.sum(dim=1).mean()
+    score, spread = _mean_and_std(experience.scores)
     metrics = {
         "objective/kl": kl.sum(dim=1).mean(),
         "objective/entropy": -tokens.logprobs.sum(dim=1).mean(),
         "objective/non_score_reward": non_score_reward,
-        "objective/rlhf_reward": non_score_reward + experience.scores.mean(),
-        "objective/scores": experience.scores.mean(),
-        "objective/scores_std": experience.scores.std(correction=0),
+        "objective/rlhf_reward": non_score_reward + score,
+        "objective/scores": score,
+        "objective/scores_std": spread,
         "policy/entropy_avg": masked_mean(tokens.entropy, mask),
         "val/num_eos_tokens": rollout.stopped.float().sum(),
         "val/values_mean": masked_mean(tokens.values, mask),
-        "val/explained_variance": explained_variance(tokens.values, experience.returns, mask),
+        "val/explained_variance": explained_variance(tokens.values, experience.returns, experience.response_mask),
         "completions/mean_length": lengths.mean(),
         "completions/max_length": lengths.max(),
         "completions/clipped_ratio": 1.0 - rollout.stopped.float().mean(),
+        "completions/unscored_ratio": experience.scores.isnan().float().mean(),
     }
     if tokens.exact_kl is not None:
         metrics["objective/exact_kl"] = tokens.exact_kl.sum(dim=1).mean()
@@ -317,11 +321,12 @@ def rescaling_metrics(raw_scores: Tensor, experience: Experience, config: PPOCon
     """
     if config.score_normalization == "none" and config.score_clip is None:
         return {}
+    (raw, raw_spread), (score, spread) = _mean_and_std(raw_scores), _mean_and_std(experience.scores)
     return {
-        "objective/scores": raw_scores.mean(),
-        "objective/scores_std": raw_scores.std(correction=0),
-        "objective/normalized_scores": experience.scores.mean(),
-        "objective/normalized_scores_std": experience.scores.std(correction=0),
+        "objective/scores": raw,
+        "objective/scores_std": raw_spread,
+        "objective/normalized_scores": score,
+        "objective/normalized_scores_std": spread,
     }
 
 
@@ -333,3 +338,9 @@ def source_metrics(by_source: dict[str, Tensor], prefix: str = "rewards") -> dic
         metrics[f"{prefix}/{name}/mean"] = mean
         metrics[f"{prefix}/{name}/std"] = (values - mean).square().nanmean().sqrt()
     return metrics
+
+
+def _mean_and_std(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the scores that are not NaN; NaN where there are none."""
+    known = scores[~scores.isnan()]
+    return known.mean(), known.std(correction=0) if len(known) else known.mean()

@@ -1,8 +1,8 @@
-"""What a pass over the base computes: rows of real tokens that all begin at place 0.
+"""What a pass over the base computes: rows of real tokens that all begin at place 0, or one behind the other.
 
 Without padding before them, rows of a causal model need neither a mask nor positions: no real token sees what follows
 it, and the places are the positions. What is left of padding is at the ends of the shorter rows, and rows are put
-together by length. Everything here is laid out on the host, so that no pass waits for the device.
+together by length; packed rows have none. All is laid out on the host, so that no pass waits for the device.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerControl
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from .card import CardFacts, write_card
@@ -18,6 +18,7 @@ from .hub import hub_errors
 from .manifest import package_versions
 from .roles import Role, label
 from .scorers import Scorer
+from .setup import StartupError
 from .shared_base import SharedBase
 
 _SCORE_OPTIONS = (
@@ -58,13 +59,27 @@ class SavingTrainer(Trainer):
         self._tokenizer.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Refuse what a run cannot go on from exactly; Trainer would start with a new optimizer without a word.
+
+        Raises:
+            StartupError: a file is missing or broken, or the checkpoint is another run's.
+        """
+        elsewhere = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        try:
+            check_checkpoint(
+                resume_from_checkpoint, TRAINER_STATE_NAME, *(() if elsewhere else (OPTIMIZER_NAME, SCHEDULER_NAME))
+            )
+            self._load_roles(resume_from_checkpoint)
+        except ValueError as error:
+            raise StartupError(str(error)) from error
+
+    def _load_roles(self, folder: str | None) -> None:
         """Copy the saved adapters into the parameters in place; PEFT's own loading would freeze and unfreeze them."""
-        check_checkpoint(resume_from_checkpoint, TRAINER_STATE_NAME)
-        load_roles(resume_from_checkpoint, self.base, self._schedule())
-        load_states(resume_from_checkpoint, self._states)
+        load_roles(folder or "", self.base, self._schedule())
+        load_states(folder or "", self._states)
 
     def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        self._load_roles(self.state.best_model_checkpoint)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Trainer's; what is to be loaded at the end has to be saved, also where no checkpoint is due."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import textwrap
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .responses import Responses
-from .reward_calls import RewardFunction, RewardLog, call_functions, function_name
+from .reward_calls import RewardFunction, RewardLog, call_functions, check_parameters, function_name, parameters_of
 from .reward_values import SourceRewards, checked_rewards
 from .roles import Role
 from .rows import batches_by_length
@@ -25,7 +27,7 @@ class Judgement:
     """What all reward sources say of a batch.
 
     Attributes:
-        finals: [B] float32, the weighted sum of the rewards of whole responses.
+        finals: [B] float32, the weighted sum of the rewards of whole responses; NaN where no source scored a row.
         steps: [B, T] float32, the weighted sum of the rewards of tokens and spans; None where there are none.
         by_source: by source name [B] float32, all that a row got of it, unweighted; NaN where it had nothing to say.
         metrics: what is to be logged: what functions logged, and how many steps they rewarded how.
@@ -40,7 +42,7 @@ class Judgement:
 
     @property
     def scores(self) -> Tensor:
-        """[B] float32, everything together."""
+        """[B] float32, everything together; NaN where no source scored a row."""
         return self.finals if self.steps is None else self.finals + self.steps.sum(dim=1)
 
 
@@ -57,7 +59,7 @@ class Scorer:
 
     Raises:
         ValueError: there is no source, the number of weights differs from the number of sources, or all of them are 0.
-        TypeError: a reward function cannot be called.
+        TypeError: a reward function cannot be called, or not with completions.
     """
 
     def __init__(
@@ -70,12 +72,14 @@ class Scorer:
         self._base = base if Role.REWARD in base.roles else None
         self._functions = list(reward_funcs)
         self._batch_size, self.limit = batch_size, RowLimit("scoring")
+        self._scored_any = self._warned = False
         for function in self._functions:
             if not callable(function):
                 raise TypeError(
                     f"reward_funcs holds {function!r}; expected functions f(prompts, completions, completion_ids, "
                     "**columns). A SEQ_CLS adapter goes to reward_adapter."
                 )
+            check_parameters(function)
         reward_role = [] if self._base is None else ["reward_adapter"]
         self.names = _distinct(reward_role + [function_name(function) for function in self._functions])
         if not self.names:
@@ -101,6 +105,11 @@ class Scorer:
         are_models = [True] * (self._base is not None) + [getattr(f, "is_model", False) for f in self._functions]
         return {name for name, is_model in zip(self.names, are_models, strict=True) if is_model}
 
+    @property
+    def logs(self) -> bool:
+        """Whether a function has a parameter ``log_metric``, and so may log metrics of its own."""
+        return any("log_metric" in parameters_of(function) for function in self._functions)
+
     def __call__(self, responses: Responses, **context: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Score every row; :meth:`judge` without the details.
 
@@ -119,7 +128,8 @@ class Scorer:
                 ``log_extra``.
 
         Raises:
-            ValueError, TypeError, RuntimeError: a function broke its contract; the message names it and the row.
+            ValueError, TypeError, RuntimeError: a function broke its contract; the message names it and the row. Or no
+                response of the first batch was scored.
         """
         sources = [] if self._base is None else [SourceRewards(self._reward_role(responses.rollout))]
         log = RewardLog(len(responses.prompts))
@@ -127,11 +137,12 @@ class Scorer:
         results = call_functions(self._functions, responses, context)
         for name, result in zip(self.names[len(sources) :], results, strict=True):
             sources.append(checked_rewards(name, result, responses))
-        self._check_all_scored(sources, responses)
+        unscored = self._unscored(sources, responses)
         device = responses.rollout.sequences.device
         named = dict(zip(self.names, sources, strict=True))
         weighted = list(zip(sources, self.weights, strict=True))
         finals = torch.stack([weight * source.finals.to(device) for source, weight in weighted], dim=1).nansum(dim=1)
+        finals = torch.where(unscored.to(device), math.nan, finals)
         steps = [weight * source.steps.to(device) for source, weight in weighted if source.steps is not None]
         return Judgement(
             finals=finals,
@@ -141,20 +152,24 @@ class Scorer:
             extras=log.extras,
         )
 
-    def _check_all_scored(self, sources: list[SourceRewards], responses: Responses) -> None:
+    def _unscored(self, sources: list[SourceRewards], responses: Responses) -> Tensor:
+        """[B] bool, True where no source has anything to say. The first such row is warned of."""
         silent = torch.stack([source.finals.isnan().cpu() for source in sources]).all(dim=0)
-        if not bool(silent.any()):
-            return
-        if len(sources) == 1 and bool(silent.all()):
+        if bool(silent.all()) and not self._scored_any:
             raise ValueError(
-                f"The reward function {self.names[0]} returned None for all {len(silent)} completions, so it judges "
-                "nothing. Return a number for the rows it applies to, or leave the function out."
+                f"{self.names} returned None for all {len(silent)} completions, and so judge nothing. Return a number "
+                "for the rows that they apply to, or leave them out."
             )
-        row = int(silent.nonzero()[0])
-        raise ValueError(
-            f"No reward source scored row {row} (prompt {responses.prompts[row]!r}): all of {self.names} returned "
-            "None. At least one has to give a number for every response."
-        )
+        self._scored_any = True
+        if bool(silent.any()) and not self._warned:
+            self._warned = True
+            prompt = textwrap.shorten(repr(responses.prompts[int(silent.nonzero()[0])]), 300)
+            warnings.warn(
+                f"{self.names} returned None for {int(silent.sum())} of {len(silent)} responses, first to {prompt}. "
+                "Nothing is learned from such responses; completions/unscored_ratio counts them.",
+                stacklevel=2,
+            )
+        return silent
 
     @torch.no_grad()
     def _reward_role(self, rollout: Rollout) -> Tensor:

@@ -15,6 +15,10 @@ from .hub import hub_errors
 from .shared_base import SharedBase
 
 
+class StartupError(ValueError):
+    """Something is wrong that is seen before anything is trained."""
+
+
 class HasLongest(Protocol):
     """Prompts, in memory or streamed.
 
@@ -137,19 +141,27 @@ def check_optimizer(optimizer: torch.optim.Optimizer | None, base: SharedBase) -
         )
 
 
-def check_best_metric(names: Sequence[str], args: PPOConfig) -> None:
+def check_best_metric(names: Sequence[str], args: PPOConfig, more_may_come: bool = False) -> bool:
     """Refuse a metric_for_best_model that no evaluation will report, before anything is trained.
 
     Args:
         names: what evaluations report, with ``eval_`` before it.
         args: where the metric is looked up at each evaluation.
+        more_may_come: whether that is not all, since reward functions log what they like.
+
+    Returns:
+        Whether it is known that there is nothing to refuse.
+
+    Raises:
+        StartupError: with the names that there are.
     """
     metric = args.metric_for_best_model
     if metric is None or args.eval_strategy == "no" or not names:
-        return
+        return True
     wanted = metric if metric.startswith("eval_") else f"eval_{metric}"
-    if wanted not in names:
-        raise ValueError(
+    if wanted not in names and not more_may_come:
+        raise StartupError(
             f"metric_for_best_model is {metric!r}; expected one of {[name.removeprefix('eval_') for name in names]}, "
-            "with or without eval_ before it."
+            "with or without eval_ before it, or what a reward function with a parameter log_metric always logs."
         )
+    return wanted in names

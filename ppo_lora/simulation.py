@@ -1,6 +1,6 @@
 """The phases of an iteration run on shapes alone, for what they allocate.
 
-The passes are the library's own (``score_tokens``, ``PolicyValueUpdate``); sampling is one prefill and one step at the
+The passes are the library's own (``score_rows``, ``PolicyValueUpdate``); sampling is one prefill and one step at the
 longest cache.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
@@ -21,6 +22,7 @@ from transformers import DynamicCache
 
 from . import logprobs
 from .config import PPOConfig
+from .fake_operations import FakeOperations
 from .live_bytes import LiveBytes
 from .metrics import RunningMeans
 from .planned_base import KERNELS, BaseShape, PlannedBase, quantized_kind
@@ -84,66 +86,77 @@ class Simulated:
         )
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a run that its configuration does not have.
-
-    Attributes:
-        prompt_length: tokens of the longest prompt.
-    """
-
-    prompt_length: int
-
-
-def simulate(
-    shape: BaseShape, config: PPOConfig, sizes: Sizes, device: torch.device, phases: Sequence[str] = PHASES
-) -> Simulated:
-    """Run the phases and say what they need.
+class Simulator:
+    """Runs phases. What it built and what operations return is kept for the next time.
 
     Args:
-        shape: of the base and its adapters.
-        config: sizes, losses, optimizer.
-        sizes: what is not in the configuration.
         device: whose kernels are to be counted, "cpu" or "cuda"; it need not be there for "cpu".
-        phases: those that are wanted.
     """
-    if shape.layers <= _MORE or not shape.is_uniform:
-        return _simulate(shape, config, sizes, device, phases)
-    few, more = (_simulate(shape.with_layers(count), config, sizes, device, phases) for count in (_FEW, _MORE))
-    return few.extrapolated(more, (shape.layers - _MORE) / (_MORE - _FEW))
 
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._mode, self._operations = FakeTensorMode(), FakeOperations()
+        self._uniform: dict[int, tuple[BaseShape, bool]] = {}
+        self._bases: dict[tuple[int, int, bool], tuple[BaseShape, PlannedBase]] = {}
 
-def _simulate(
-    shape: BaseShape, config: PPOConfig, sizes: Sizes, device: torch.device, phases: Sequence[str]
-) -> Simulated:
-    mode = FakeTensorMode()
-    base = PlannedBase(shape, mode, device)
-    if config.gradient_checkpointing:
-        options = config.gradient_checkpointing_kwargs or {}
-        base.activation_checkpointing_enable(options)
-    live = LiveBytes(KERNELS, scalar=False)
-    base.chunk_elements = config.logits_chunk_mib * 2**18
-    with mode, live, _no_cyclic_garbage(), _few_chunks():
-        standing = _standing(live, base)
-        optimizer = _optimizer_state(base, config)
-        state = [torch.empty(optimizer, dtype=torch.uint8, device=device)]
-        run = _Phases(live, base, config, sizes.prompt_length, device)
-        kv_cache = run.sampling() if SAMPLING in phases else 0
-        if SCORING in phases:
-            run.scoring()
-        if UPDATE in phases:
-            run.update()
-        chunk = run.logits_chunk()
-        del state
-    gradients = sum(_size(p) for p in _trainable(base))
-    peaks = {name: peak for name, peak in live.peaks.items() if name in phases}
-    return Simulated(standing, gradients, optimizer, peaks, kv_cache, chunk)
+    def simulate(
+        self, shape: BaseShape, config: PPOConfig, prompt_length: int, phases: Sequence[str] = PHASES
+    ) -> Simulated:
+        """Run the phases and say what they need. Of many layers that are all alike only some are run.
+
+        Args:
+            shape: of the base and its adapters.
+            config: sizes, losses, optimizer.
+            prompt_length: tokens of the longest prompt.
+            phases: those that are wanted.
+        """
+        if shape.layers <= _MORE or not self._is_uniform(shape):
+            return self.simulate_layers(shape, shape.layers, config, prompt_length, phases)
+        few, more = (self.simulate_layers(shape, count, config, prompt_length, phases) for count in (_FEW, _MORE))
+        return few.extrapolated(more, (shape.layers - _MORE) / (_MORE - _FEW))
+
+    def simulate_layers(
+        self, shape: BaseShape, layers: int, config: PPOConfig, prompt_length: int, phases: Sequence[str] = PHASES
+    ) -> Simulated:
+        """The same, of a base with so many layers, all of them."""
+        base = self._base(shape, layers, config)
+        base.chunk_elements = config.logits_chunk_mib * 2**18
+        live = LiveBytes(KERNELS, scalar=False, operate=self._operations)
+        with self._mode, live, _no_cyclic_garbage(), _few_chunks(), _no_casts_told():
+            standing = _standing(live, base)
+            optimizer = _optimizer_state(base, config)
+            state = [torch.empty(optimizer, dtype=torch.uint8, device=self.device)]
+            run = _Phases(live, base, config, prompt_length, self.device)
+            kv_cache = run.sampling() if SAMPLING in phases else 0
+            if SCORING in phases:
+                run.scoring()
+            if UPDATE in phases:
+                run.update()
+            chunk = run.logits_chunk()
+            del state
+        gradients = sum(_size(p) for p in _trainable(base))
+        peaks = {name: peak for name, peak in live.peaks.items() if name in phases}
+        return Simulated(standing, gradients, optimizer, peaks, kv_cache, chunk)
+
+    def _is_uniform(self, shape: BaseShape) -> bool:
+        if id(shape) not in self._uniform:
+            self._uniform[id(shape)] = shape, shape.is_uniform  # an id stands for a shape as long as it is there
+        return self._uniform[id(shape)][1]
+
+    def _base(self, shape: BaseShape, layers: int, config: PPOConfig) -> PlannedBase:
+        key = (id(shape), layers, bool(config.gradient_checkpointing))
+        if key not in self._bases:
+            fewer = shape if layers == shape.layers else shape.with_layers(layers)
+            base = PlannedBase(fewer, self._mode, self.device)
+            if config.gradient_checkpointing:
+                base.activation_checkpointing_enable(config.gradient_checkpointing_kwargs or {})
+            self._bases[key] = shape, base
+        return self._bases[key][1]
 
 
 @contextmanager
 def _no_cyclic_garbage() -> Iterator[None]:
     """What reference counts do not free is freed when the collector comes by: too late to be a part of the plan."""
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -151,6 +164,18 @@ def _no_cyclic_garbage() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def _no_casts_told() -> Iterator[None]:
+    """bitsandbytes warns at every int8 product of other inputs than float16; the run will say it often enough."""
+    logger = logging.getLogger("bitsandbytes.autograd._functions")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager
@@ -221,7 +246,7 @@ class _Phases:
         config, rows = self._config, self._batch
         with self._live.phase(SCORING):
             rollout = self._rollout(max(rows, config.local_batch_size))
-            score_rows(self._base, self._rows(rows, self._prompt, self._response), config)
+            score_rows(self._base, self._full_rows(rows), config)
             del rollout
 
     def update(self) -> None:
@@ -236,7 +261,7 @@ class _Phases:
             )
             weights, portion = torch.zeros_like(piece.logprobs), torch.zeros((), device=self._device)
             batch = MicroBatch(piece, weights, portion)
-            vars(batch)["rows"] = self._rows(rows, self._prompt, self._response)
+            vars(batch)["rows"] = self._full_rows(rows)
             update = PolicyValueUpdate(base, config, _Alone(self._device), RunningMeans())
             update.begin_iteration(config.value_warmup_iterations)
             update.gradients(base, [batch])
@@ -285,13 +310,19 @@ class _Phases:
             return config.per_device_train_batch_size
         return min(config.mini_batch_size, max(1, tokens // (self._prompt + self._response)))
 
-    def _rows(self, rows: int, prompt: int, response: int) -> Rows:
+    def _full_rows(self, rows: int) -> Rows:
+        """Prompts and responses of full length, packed where the configuration says so."""
+        return self._rows(rows, self._prompt, self._response, self._config.pack_sequences)
+
+    def _rows(self, rows: int, prompt: int, response: int, packed: bool = False) -> Rows:
         """What a pass over rows without padding reads."""
-        last = torch.zeros(rows, dtype=torch.long, device=self._device)
-        predictors, tokens, places = (
-            torch.zeros(rows * response, dtype=torch.long, device=self._device) for _ in range(3)
-        )
-        return Rows(self._tokens(rows, prompt + response), last, predictors, tokens, places, (rows, response))
+        ids, last = self._tokens(rows, prompt + response), self._tokens(1, rows)[0]
+        predictors, tokens, places = (self._tokens(1, rows * response)[0] for _ in range(3))
+        positions = None
+        if packed:
+            ids = ids.reshape(1, -1)
+            positions = torch.zeros_like(ids)
+        return Rows(ids, last, predictors, tokens, places, (rows, response), positions)
 
     def _tokens(self, rows: int, length: int) -> Tensor:
         return torch.zeros(rows, length, dtype=torch.long, device=self._device)

@@ -23,6 +23,7 @@ from .prompts import PromptSource, PromptStream
 from .roles import Role, label
 from .rows import compact_rows
 from .scorers import Scorer
+from .setup import StartupError
 from .shared_base import SharedBase
 from .types import Experience, Prompts
 
@@ -32,10 +33,6 @@ MOST_ROWS = 32
 _CHECKS = 4  # the stream of random numbers; see trainer.py for the others
 _RATIO_TOLERANCE = 1e-5
 _STYLES = {"ok": "green", "shown": "cyan", "warning": "yellow", "error": "bold red"}
-
-
-class StartupError(ValueError):
-    """A startup check failed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class Sample:
         kl: mean KL to the reference, nats a response.
         furthest: largest difference of a token's log-probabilities under policy and reference, nats.
         ratio: largest distance of a token's ratio from 1 between scoring's pass and training's.
-        scores: [B], after what is done about missing stop tokens.
+        scores: of the responses that were scored, after what is done about missing stop tokens.
         sources: each reward source's values, [B], NaN where it had nothing to say.
         distinct: responses that differ, in this process.
     """
@@ -93,14 +90,15 @@ def take_sample(
         scored = collector.score(prompts, rollout, kl_coef, trainer_state=trainer_state)
         apart = _ratio_distance(base, scored.experience, config)
     rows, device = scored.experience, rollout.sequences.device
-    difference = torch.where(rows.response_mask, rows.logprobs - rows.ref_logprobs, 0.0)
+    difference = torch.where(rollout.response_mask, rows.logprobs - rows.ref_logprobs, 0.0)
     numbers = torch.stack([difference.sum(dim=1).mean(), difference.abs().max(), apart]).to(device)[None]
     kl, furthest, ratio = gather(numbers).unbind(dim=1)
+    scores = gather(rows.scores)
     return Sample(
         kl=kl.mean().item(),
         furthest=furthest.max().item(),
         ratio=ratio.max().item(),
-        scores=gather(rows.scores),
+        scores=scores[~scores.isnan()],
         sources={name: gather(values.to(device)) for name, values in scored.by_source.items()},
         distinct=len(set(map(tuple, scored.responses.completion_ids))),
     )
@@ -218,6 +216,10 @@ def check_rewards(sample: Sample, weights: Mapping[str, float], models: Iterable
         An error where different responses all have one score, unless that may be the "no" of a sparse reward: every
         source that counts is a function, and gave 0. Then, and in a resumed run, a warning.
     """
+    if not len(sample.scores):
+        return Check(
+            "reward spread", "warning", "none of the responses was scored: nothing is learned from such ones."
+        )
     low, high = sample.scores.min().item(), sample.scores.max().item()
     rows = len(sample.scores)
     if low != high:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ from transformers.trainer_utils import TrainOutput
 
 from .adapters import AdapterLike
 from .callbacks import IterationEndCallback, PhaseProgressCallback
+from .checkpoint import LOGS, Stateful
 from .collector import Collector, ScoredRollout
 from .config import PPOConfig
 from .data import PromptDataset
@@ -60,6 +61,7 @@ from .update import MicroBatch, PolicyValueUpdate, micro_batches_of_step
 
 EvalDataset: TypeAlias = Dataset | IterableDataset | dict[str, Dataset | IterableDataset] | None
 
+_LOSS = "loss of a step"  # measured here too: after resuming, Trainer's lacks the steps before the checkpoint
 _ROLLOUTS = 1  # a stream of random numbers; the shuffles' is 2, the startup checks' 4
 
 
@@ -140,7 +142,7 @@ class PPOTrainer(SavingTrainer):
         self._pretraining = PretrainingMix.of(ptx_dataset, tokenizer, self.base, args)
         check_lengths([self._train_prompts, *self._eval_prompts.values()], self.base, args)
         self.args = args
-        check_best_metric(self.evaluation_metric_names(), args)
+        self._best_metric_known = check_best_metric(self.evaluation_metric_names(), args, self.scorer.logs)
 
         self._progress = PhaseProgressCallback()
         self._means = RunningMeans()
@@ -149,7 +151,8 @@ class PPOTrainer(SavingTrainer):
         self._checks_due = self._trained = False
         self._health: HealthMonitor | None = None
         self.kl_controller = kl_controller(args.kl_coef, args.kl_target, args.kl_horizon)
-        self._states = {"kl": self.kl_controller, "scores": self._collector.normalizer}
+        scores = self._collector.normalizer
+        self._states: dict[str, Stateful] = {"kl": self.kl_controller, "scores": scores, LOGS: self._means}
         super().__init__(
             model=self.base,
             args=args,
@@ -168,8 +171,8 @@ class PPOTrainer(SavingTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """See ``Trainer.train``. What an earlier call left unlogged is forgotten."""
-        self._means, self._clock = RunningMeans(), PhaseClock(self._wait_for_device)
-        self._health = None
+        self._means = self._states[LOGS] = RunningMeans()
+        self._clock, self._health = PhaseClock(self._wait_for_device), None
         self._scored, self._checks_due = None, self.args.startup_checks != "off"
         self._update = self._new_update()
         try:
@@ -214,6 +217,9 @@ class PPOTrainer(SavingTrainer):
         kl_coef = self.kl_controller.value
         reduce = self._sum_over_processes
         self._scored = self._collector.score(prompts, rollout, kl_coef, reduce, self.state, learns=True)
+        if not self._best_metric_known:
+            names = self.evaluation_metric_names(gather_object(list(self._scored.logged)))
+            self._best_metric_known = check_best_metric(names, self.args)
         self._means.add({**self._scored.metrics, "objective/kl_coef": kl_coef})
         self._update.begin_iteration(iteration)
         self._adapt_kl(self._scored.metrics["objective/kl"])
@@ -276,6 +282,7 @@ class PPOTrainer(SavingTrainer):
         self._enter("updating")
         if self.accelerator.sync_gradients:
             loss = loss + self._update.finish_step(model, self.state.global_step)
+        self._means.add({_LOSS: loss * self.args.gradient_accumulation_steps})  # the mean over steps of their sums
         return loss
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -327,9 +334,10 @@ class PPOTrainer(SavingTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def evaluation_metric_names(self) -> list[str]:
-        """What :meth:`evaluate` reports of the trainer's own evaluation prompts, where every reward source scores."""
-        names = evaluation_metrics(self.scorer.names, self.args)
+    def evaluation_metric_names(self, logged: Sequence[str] = ()) -> list[str]:
+        """What :meth:`evaluate` reports of the trainer's own evaluation prompts, where every reward source scores and
+        reward functions log the metrics ``logged``."""
+        names = [*evaluation_metrics(self.scorer.names, self.args), *sorted(set(logged))]
         return [f"eval_{part}_{name}" if part else f"eval_{name}" for part in self._eval_prompts for name in names]
 
     def _evaluate_prompts(self, dataset: PromptDataset, prefix: str) -> dict[str, float]:
@@ -349,8 +357,10 @@ class PPOTrainer(SavingTrainer):
         """Add what the iteration measured to the training logs, under TRL's names."""
         if "loss" in logs:
             self._close_iteration()
+            measured = self._means.pop(self._sum_over_processes, gather_object)
+            loss = {"loss": measured.pop(_LOSS, logs["loss"])}
             limits = (*self._collector.limits, self._update.limit)
-            logs = {**self._means.pop(self._sum_over_processes, gather_object), **logs, **memory_metrics(limits)}
+            logs = {**measured, **logs, **loss, **memory_metrics(limits)}
             logs["lr"] = logs["learning_rate"]
             logs["episode"] = self.state.global_step // self.args.steps_per_iteration * self.args.batch_size
             if self.args.health_warnings:
@@ -406,3 +416,9 @@ class PPOTrainer(SavingTrainer):
     def _sum_over_processes(self, totals: Tensor) -> Tensor:
         summed: Tensor = self.accelerator.reduce(totals.to(self.accelerator.device), reduction="sum")
         return summed
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's; what is measured and not logged yet is saved too, the same in each process."""
+        self._close_iteration()
+        self._means.spread(self._sum_over_processes, gather_object, self.accelerator.num_processes)
+        super()._save_checkpoint(*args, **kwargs)

@@ -88,14 +88,15 @@ class Experience:
     Attributes:
         sequences: [B, P + T] int64.
         attention_mask: [B, P + T] bool.
-        response_mask: [B, T] bool.
+        response_mask: [B, T] bool, True at what is learned from: the response part of ``attention_mask``, but for rows
+            that nobody scored.
         logprobs: [B, T] float32, log-probabilities (nats) of the sampled tokens under the policy that sampled them.
         ref_logprobs: [B, T] float32, the same under the reference.
         values: [B, T] float32, V(s_t), the value before token t.
         rewards: [B, T] float32, per-token rewards, the KL penalty in them.
         advantages: [B, T] float32.
         returns: [B, T] float32, what the values are fitted to.
-        scores: [B] float32, the score of the whole response, rewards of its tokens and steps included.
+        scores: [B] float32, the score of the whole response, rewards of its tokens and steps included; NaN for none.
         kl_weights: [B] float32, weight of the KL in the loss, in units of the advantages; 0 where it is in the reward.
     """
 

@@ -321,6 +321,7 @@ class PolicyValueUpdate:
         if self._moved:
             moved = self.accelerator.reduce(torch.stack(self._moved).sum(dim=0), reduction="sum")
             kl, ratio, tokens = moved.tolist()
+            tokens = max(tokens, 1.0)  # there may be none, where no response was scored
             spike = config.ratio_threshold is not None and ratio / tokens > config.ratio_threshold
             self._stopped = config.target_kl is not None and kl / tokens > EARLY_STOP_FACTOR * config.target_kl
         self.means.add({"policy/skipped_steps": float(spike), "policy/stopped_steps": float(self._stopped)})

@@ -198,6 +198,11 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "kl_coef=0 takes the KL out of the loss again; set kl_coef, or leave kl_in out",
     ),
     (
+        "kl_estimator",
+        lambda c: c.kl_estimator != _default(c, "kl_estimator") and c.kl_coef == 0,
+        "kl_coef=0 leaves nothing to estimate; set kl_coef, or leave kl_estimator out",
+    ),
+    (
         "normalize_kl_by_length",
         lambda c: c.normalize_kl_by_length and c.kl_in == "loss",
         "with kl_in='loss' tokens count as loss_aggregation says; for a mean a response set that to sequence_mean",

@@ -8,10 +8,12 @@ Takes the arguments and the YAML of scripts/ppo.py. Only configurations are read
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import yaml
 from rich.console import Console
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
@@ -66,9 +68,40 @@ def plan(script_args: PlanScriptArguments, training_args: PPOConfig, model_args:
         reference_adapter=script_args.reference_adapter,
         value_adapter=script_args.value_adapter,
         reward_adapter=script_args.reward_adapter,
-        gpu_bytes=None if script_args.gpu_gib is None else int(script_args.gpu_gib * 2**30),
+        gpu_bytes=gpu_bytes(script_args.gpu_gib),
         search=script_args.search,
     )
+
+
+def gpu_bytes(gib: float | None) -> int | None:
+    """Bytes of the GPU that is named.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    if gib is not None and not 0 < gib < 2**20:
+        raise ValueError(f"gpu_gib is {gib:g}; expected the memory of a GPU in GiB, such as 24.")
+    return None if gib is None else int(gib * 2**30)
+
+
+def parsed() -> tuple[PlanScriptArguments, PlannedConfig, ModelConfig]:
+    """What the command line and the YAML say.
+
+    Raises:
+        ValueError: the YAML is none, or something is not known.
+    """
+    parser = TrlParser((PlanScriptArguments, PlannedConfig, ModelConfig))
+    try:
+        made: tuple[PlanScriptArguments, PlannedConfig, ModelConfig] = parser.parse_args_and_config(
+            fail_with_unknown_args=True
+        )
+    except yaml.YAMLError as error:
+        raise ValueError(f"The --config file is no YAML: {error}; write an option a line, as 'name: value'.") from None
+    except ValueError as error:
+        if (unknown := re.search(r"\[('--.*)\]", str(error))) is None:
+            raise
+        raise ValueError(f"Unknown options: {unknown[1]}. Remove them; docs/options.md has those there are.") from None
+    return made
 
 
 def main() -> None:
@@ -77,15 +110,16 @@ def main() -> None:
     Raises:
         SystemExit: what was given cannot be planned; the message is one line.
     """
-    parser = TrlParser((PlanScriptArguments, PlannedConfig, ModelConfig))
     try:
-        script_args, training_args, model_args = parser.parse_args_and_config(fail_with_unknown_args=True)
+        script_args, training_args, model_args = parsed()
         made = plan(script_args, training_args, model_args)
+        Console().print(plan_report(made))
+        if made.gpu is None and script_args.search:
+            print("\nThere is no GPU here: name one's memory with --gpu_gib for the largest sizes that fit.")
+        if script_args.json:
+            Path(script_args.json).write_text(json.dumps(made.as_dict(), indent=2) + "\n")
     except (HubError, OSError, TypeError, ValueError) as error:
         raise SystemExit(f"error: {' '.join(str(error).split())}") from None
-    Console().print(plan_report(made))
-    if script_args.json:
-        Path(script_args.json).write_text(json.dumps(made.as_dict(), indent=2) + "\n")
 
 
 if __name__ == "__main__":

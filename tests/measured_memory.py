@@ -1,12 +1,16 @@
 """Peaks of real PPO runs, counted in live tensor bytes, and the plan of the same runs.
 
-python tests/measured_memory.py prints the table of docs/memory.md.
+python tests/measured_memory.py [--docs docs/memory.md] prints the table of docs/memory.md, or writes it there.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import io
 import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -19,10 +23,13 @@ from ppo_lora.live_bytes import LiveBytes
 from runs import config as run_config
 from runs import count_w5
 
+BEGIN, END = "<!-- measured_memory: begin -->", "<!-- measured_memory: end -->"
 VOCABULARY = 1024
 PHASES = {"sampling": "sampling", "scoring": "scoring", "update": "updating"}
 """The plan's phases and the trainer's."""
 PROMPT, RESPONSE = 24, 12
+OUTLIERS = (4, 13, 38)
+"""Columns over int8's threshold: 3%, 10% and 30% of the hidden size."""
 SHAPES = {
     "llama": dict(hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_key_value_heads=2),
     "gpt2": dict(n_embd=128, n_layer=2, n_positions=256),
@@ -37,6 +44,17 @@ def save_model(folder, architecture: str = "llama", **changes) -> str:
     config = tiny_config(architecture, VOCABULARY, **{**SHAPES[architecture], **changes})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return str(folder)
+
+
+def with_outliers(folder: str, target, columns: int) -> str:
+    """The same base with so many columns, of the states that linear layers read, over int8's threshold."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "layernorm" in name:
+                weight[:columns] = 30.0
+    model.save_pretrained(target)
+    return str(target)
 
 
 def long_prompts(rows: int, longest: int = PROMPT) -> Dataset:
@@ -67,6 +85,7 @@ def measured(model_folder, folder, quantization=None, trainer_options=None, **ch
     args = plan_config(folder, **changes)
     live = LiveBytes()
     gc.collect()
+    gc.freeze()  # what was there before is not looked at again at each phase
     trainer = PPOTrainer(
         model_folder,
         count_w5,
@@ -80,8 +99,11 @@ def measured(model_folder, folder, quantization=None, trainer_options=None, **ch
     live.count(_tensors_of(trainer.base))
     enter = trainer._enter
     trainer._enter = lambda phase: (gc.collect(), live.enter_phase(phase), enter(phase))[-1]
-    with live:
-        trainer.train()
+    try:
+        with live:
+            trainer.train()
+    finally:
+        gc.unfreeze()
     return live
 
 
@@ -101,22 +123,55 @@ def _tensors_of(base):
             state = getattr(state, "state2", None)
 
 
-def main() -> None:
-    """All cases side by side."""
-    print("| base | kind | checkpointing | " + " | ".join([*PHASES, "peak"]) + " |")
-    print("| --- " * (len(PHASES) + 4) + "|")
+def table() -> str:
+    """All cases side by side, as Markdown."""
+    lines = ["| base | kind | checkpointing | " + " | ".join([*PHASES, "peak"]) + " |"]
+    lines.append("| --- " * (len(PHASES) + 4) + "|")
     for architecture in ("llama", "gpt2", "gpt_neox", "qwen2"):
         model = save_model(tempfile.mkdtemp(), architecture)
         for kind in ("float32", "nf4", "nf4-double", "int8"):
-            for checkpointing in (False, True):
-                options = {"gradient_checkpointing": checkpointing}
-                plan = planned(model, tempfile.mkdtemp(), quantization(kind), **options)
-                live = measured(model, tempfile.mkdtemp(), quantization(kind), **options)
-                ratios = [f"{plan.phases[phase] / live.peaks[real]:.3f}" for phase, real in PHASES.items()]
-                peak = f"{plan.peak / 2**20:.2f} / {live.peak / 2**20:.2f} MiB = {plan.peak / live.peak:.3f}"
-                print(
-                    f"| {architecture} | {kind} | {'on' if checkpointing else 'off'} | {' | '.join(ratios)} | {peak} |"
-                )
+            lines += [table_row(model, architecture, kind, gradient_checkpointing=on) for on in (False, True)]
+        lines.append(table_row(model, f"{architecture}, packed", "float32", pack_sequences=True))
+    for columns in OUTLIERS:
+        model = with_outliers(save_model(tempfile.mkdtemp()), tempfile.mkdtemp(), columns)
+        lines += [
+            table_row(model, f"llama, {columns} outliers", "int8", gradient_checkpointing=on) for on in (False, True)
+        ]
+    return "\n".join(lines)
+
+
+def table_row(model: str, name: str, kind: str, **options) -> str:
+    """One case: the plan over what was measured."""
+    plan = planned(model, tempfile.mkdtemp(), quantization(kind), **options)
+    live = measured(model, tempfile.mkdtemp(), quantization(kind), **options)
+    ratios = [f"{plan.phases[phase] / live.peaks[real]:.3f}" for phase, real in PHASES.items()]
+    peak = f"{plan.peak / 2**20:.2f} / {live.peak / 2**20:.2f} MiB = {plan.peak / live.peak:.3f}"
+    checkpointing = "on" if options.get("gradient_checkpointing") else "off"
+    return f"| {name} | {kind} | {checkpointing} | {' | '.join(ratios)} | {peak} |"
+
+
+def with_table(text: str, made: str) -> str:
+    """A document with another table between its markers."""
+    before, found, rest = text.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise SystemExit(f"error: the document has no {BEGIN} ... {END}; put both where the table is to be.")
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+
+
+def main() -> None:
+    """Measure; runs' own logs are not shown."""
+    parser = argparse.ArgumentParser(description="The plan of the memory beside what runs take.")
+    parser.add_argument("--docs", type=Path, help="write the table into this document, between its markers")
+    docs = parser.parse_args().docs
+    if docs is not None:
+        with_table(docs.read_text(), "")
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        made = table()
+    if docs is None:
+        print(made)
+    else:
+        docs.write_text(with_table(docs.read_text(), made))
 
 
 if __name__ == "__main__":

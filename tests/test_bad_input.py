@@ -193,7 +193,7 @@ def test_chat_messages_train(tmp_path):
 REWARD_MISTAKES = {
     "raises": (lambda rows: 1 / 0, RuntimeError, "bad raised ZeroDivisionError"),
     "too few": (lambda rows: [0.0] * (rows - 1), ValueError, "bad returned 15 values; expected a list of 16"),
-    "none at all": (lambda rows: [None] * rows, ValueError, "bad returned None for all 16"),
+    "none at all": (lambda rows: [None] * rows, ValueError, "'bad'. returned None for all 16"),
     "NaN": (lambda rows: [float("nan")] + [0.0] * (rows - 1), ValueError, "bad returned nan for row 0"),
     "text": (lambda rows: ["good"] * rows, ValueError, "bad returned 'good' for row 0"),
     "a number": (lambda rows: 1.0, ValueError, "bad returned a float; expected a list of 16"),

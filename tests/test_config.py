@@ -327,6 +327,10 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
         ({"kl_target": 6.0, "kl_coef": 0.0}, "kl_target is 6.0, but kl_coef=0 stays 0"),
         ({"kl_in": "loss", "kl_coef": 0.0}, "kl_in is 'loss', but kl_coef=0 takes the KL out of the loss again"),
         (
+            {"kl_estimator": "k3", "kl_coef": 0.0},
+            "kl_estimator is 'k3', but kl_coef=0 leaves nothing to estimate; set kl_coef, or leave kl_estimator out.",
+        ),
+        (
             {"kl_in": "loss", "normalize_kl_by_length": True},
             "normalize_kl_by_length is True, but with kl_in='loss' tokens count as loss_aggregation says",
         ),
@@ -384,6 +388,10 @@ def test_a_missing_eos_score_that_is_no_number_is_refused(make):
 def test_what_is_refused_and_why(make, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make(**options)
+
+
+def test_the_default_estimator_may_stand_beside_no_kl(make):
+    assert make(kl_estimator="k1", kl_coef=0.0).kl_coef == 0
 
 
 @pytest.mark.parametrize("name", ["cache_implementation", "cache_config"])

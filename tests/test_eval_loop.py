@@ -12,8 +12,9 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
+from bases import assert_same_adapter, copied
 from builders import prompts, tiny_model, tiny_tokenizer
-from ppo_lora import PPOTrainer, Role
+from ppo_lora import PPOTrainer, Role, StartupError
 from ppo_lora.eval_loop import _interleaved
 from runs import config, count_w5
 
@@ -268,6 +269,32 @@ def test_a_metric_that_will_never_be_reported_is_refused_at_once(tmp_path, metri
     with pytest.raises(ValueError, match=re.escape(message)):
         made(tmp_path / "none", metric_for_best_model=metric, num_generations_eval=4, **BEST)
     assert not (tmp_path / "none").exists()
+
+
+def logging(completions, log_metric, **kwargs):
+    log_metric("letters", sum(len(text) for text in completions) / len(completions))
+    return length(completions)
+
+
+@pytest.mark.parametrize("metric", ["letters", "eval_letters"])
+def test_what_a_reward_function_logs_can_be_the_metric(tmp_path, metric):
+    trainer = made(tmp_path, logging, metric_for_best_model=metric, **BEST)
+    trainer.train()
+    expect_best(trainer, tmp_path, "eval_letters", max)
+
+
+def test_of_a_named_set_what_a_function_logs_has_its_name_too(tmp_path):
+    trainer = made(tmp_path, logging, {"a": prompts(3)}, metric_for_best_model="a_letters", **{**BEST, "max_steps": 8})
+    trainer.train()
+    assert trainer.state.best_metric == trainer.state.log_history[-2]["eval_a_letters"]
+
+
+def test_what_no_reward_function_logs_is_refused_before_anything_is_trained(tmp_path):
+    trainer = made(tmp_path, logging, metric_for_best_model="letter", startup_checks="error", **BEST)
+    before = copied(trainer.base.adapter(Role.POLICY))
+    with pytest.raises(StartupError, match="metric_for_best_model is 'letter'; expected one of .*'letters'"):
+        trainer.train()
+    assert_same_adapter(trainer.base.adapter(Role.POLICY), before)
 
 
 def test_with_named_sets_the_metric_needs_a_name(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import re
 import sys
 
 import pytest
+import trl.rewards
 from datasets import Dataset
 
 from builders import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
@@ -60,7 +62,7 @@ def rewards_here(tmp_path, monkeypatch):
 
 def test_a_function_of_the_working_directory_is_found():
     assert load_function("rewards_named.one")() == [1.0]
-    assert load_function("math.floor") is math.floor
+    assert load_function("trl.rewards.think_format_reward") is trl.rewards.think_format_reward
 
 
 def test_a_call_is_made():
@@ -123,7 +125,43 @@ def test_what_a_module_lacks_is_not_blamed_on_its_name():
 
 def test_a_url_stays_what_it_is():
     assert reward_source("https://somewhere/score?x=(1)") == "https://somewhere/score?x=(1)"
-    assert reward_source("math.floor") is math.floor
+    assert reward_source("trl.rewards.think_format_reward") is trl.rewards.think_format_reward
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        (
+            "trl.rewards.get_soft_overlong_punishment",
+            "get_soft_overlong_punishment(max_completion_len=..., soft_punish_cache=...)",
+        ),
+        (
+            "trl.rewards.get_repetition_penalty_reward",
+            "get_repetition_penalty_reward(ngram_size=..., max_penalty=...)",
+        ),
+        ("rewards_named.make_partial", "make_partial(number=...)"),
+        ("math.floor", "floor(x=...)"),
+    ],
+)
+def test_a_factory_without_its_call_is_refused_with_the_call(name, call):
+    message = re.escape(f"expected f(prompts, completions, completion_ids, **kwargs). If it makes a reward function, "
+                        f"call it: {call}.")  # fmt: skip
+    with pytest.raises(TypeError, match=message):
+        load_function(name)
+    module, _, attribute = name.rpartition(".")
+    with pytest.raises(TypeError, match=message):
+        Scorer(NoBase(), [getattr(importlib.import_module(module), attribute)], None, 8)
+
+
+def test_a_wrapper_may_take_what_the_function_inside_does_not():
+    @functools.wraps(math.floor)
+    def wrapper(completions, **kwargs):
+        return [float(len(text)) for text in completions]
+
+    def every(prompts, completions, completion_ids, trainer_state, log_metric, log_extra):
+        return [0.0] * len(prompts)
+
+    assert len(Scorer(NoBase(), [wrapper, every], None, 8).names) == 2
 
 
 # TRL's functions in whole runs

@@ -15,12 +15,12 @@ import torch
 from peft import LoraConfig
 
 from bases import quantization
-from measured_memory import PHASES, PROMPT, measured, plan_config, planned, save_model
+from measured_memory import PHASES, PROMPT, measured, plan_config, planned, save_model, with_outliers, with_table
 from ppo_lora import PPOConfig, Role, plan_memory
 from ppo_lora.live_bytes import LiveBytes
 from ppo_lora.memory_plan import Setup, largest_fitting, largest_size
 from ppo_lora.plan_setup import named_shape, role_configs
-from ppo_lora.simulation import SAMPLING, UPDATE, Sizes, _simulate, optimizer_bytes, simulate
+from ppo_lora.simulation import UPDATE, Simulated, Simulator, optimizer_bytes
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]
@@ -92,6 +92,7 @@ CASES = [
     ("gpt2", "nf4", False, {}),
     ("gpt_neox", "nf4", True, {}),
     ("gpt_neox", "int8", False, {}),
+    ("llama", "float32", True, {"pack_sequences": True}),
 ]
 
 
@@ -105,11 +106,60 @@ def test_plan_is_near_a_real_run(tmp_path, folders, architecture, kind, checkpoi
         assert plan.phases[phase] == pytest.approx(live.peaks[real], rel=NEAR), phase
 
 
-def test_fewer_layers_tell_what_more_need(folders):
-    args = plan_config("unused", gradient_checkpointing=True)
-    shape = named_shape(folders["llama"], args, {}).with_layers(6)
-    setup = (shape, args, Sizes(PROMPT), CPU, (SAMPLING, UPDATE))
-    assert simulate(*setup) == _simulate(*setup)
+def test_packed_rows_have_a_mask_of_all_pairs_of_tokens(tmp_path, folders):
+    plain, packed = (planned(folders["llama"], tmp_path, pack_sequences=on).phases for on in (False, True))
+    scored, trained = 8 * (PROMPT + 12), 4 * (PROMPT + 12)
+    assert packed["sampling"] == plain["sampling"]
+    assert scored**2 <= packed["scoring"] - plain["scoring"]  # bool
+    assert (1 + 4) * trained**2 <= packed["update"] - plain["update"]  # and float32, where backward wants it
+
+
+@pytest.mark.parametrize(("architecture", "kind", "packed"), [("llama", "int8", True), ("gpt2", "nf4-double", False)])
+def test_what_is_remembered_changes_no_plan(folders, architecture, kind, packed):
+    args = plan_config("unused", pack_sequences=packed)
+    shape = named_shape(folders[architecture], args, {}, None, quantization(kind))
+    remembers, asks = Simulator(CPU), Simulator(CPU)
+    asks._operations = lambda func, given, options: func(*given, **options)
+    expected = asks.simulate(shape, args, PROMPT)
+    assert [remembers.simulate(shape, args, PROMPT) for _ in range(2)] == [expected] * 2
+
+
+def test_int8_outliers_need_more_than_is_planned(tmp_path, folders):
+    base = with_outliers(folders["llama"], tmp_path / "base", 13)  # a tenth of the columns
+    plan = planned(base, tmp_path, quantization("int8"))
+    live = measured(base, tmp_path, quantization("int8"))
+    assert 0.9 < plan.phases[UPDATE] / live.peaks["updating"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "checkpointing"), [("llama", "float32", False), ("gpt2", "nf4-double", True)]
+)
+def test_fewer_layers_tell_what_more_need(folders, architecture, kind, checkpointing):
+    args = plan_config("unused", gradient_checkpointing=checkpointing)
+    shape = named_shape(folders[architecture], args, {}, None, quantization(kind)).with_layers(5)
+    simulator = Simulator(CPU)
+    assert simulator.simulate(shape, args, PROMPT) == Simulator(CPU).simulate_layers(shape, 5, args, PROMPT)
+
+
+@pytest.mark.parametrize("differing", [{"layer_types": ["sliding_attention", "full_attention"] * 2}, {}])
+def test_layers_that_differ_are_all_run(folders, differing):
+    args, run, simulator = plan_config("unused"), [], Simulator(CPU)
+    shape = named_shape(folders["llama"], args, {}).with_layers(4)
+    shape.config.update(differing)
+    bytes_of_none = Simulated({}, 0, 0, {}, 0, 0)
+    simulator.simulate_layers = lambda shape, layers, *others: run.append(layers) or bytes_of_none
+    simulator.simulate(shape, args, PROMPT)
+    assert run == ([4] if differing else [2, 3])
+    assert not differing or shape.with_layers(3).config.layer_types == differing["layer_types"][:3]
+
+
+def test_the_table_is_written_between_its_markers():
+    text = (ROOT / "docs" / "memory.md").read_text()
+    written = with_table(text, "| a table |")
+    assert "| llama |" in text and "| llama |" not in written
+    assert with_table(written, text.split("-->")[1].split("<!--")[0].strip()) == text
+    with pytest.raises(SystemExit, match="^error: the document has no "):
+        with_table("# Nothing", "")
 
 
 # What fits
@@ -127,7 +177,7 @@ def test_largest_fitting_of_what_is_not_linear():
 
 def test_the_largest_micro_batch_fits_in_a_real_run_and_one_more_does_not(tmp_path, folders):
     args = plan_config(tmp_path, gradient_accumulation_steps=1)
-    setup = Setup(named_shape(folders["llama"], args, {}), args, PROMPT, CPU)
+    setup = Setup(named_shape(folders["llama"], args, {}), args, PROMPT, Simulator(CPU))
     usable = setup.with_size("per_device_train_batch_size", 5).peak((UPDATE,)) + 1000
     largest = largest_size(setup, "per_device_train_batch_size", usable)
     assert largest == 5
@@ -239,14 +289,39 @@ def test_the_script_needs_a_configuration_only(tmp_path, folders, run_script):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_script_says_in_one_line_what_is_wrong(tmp_path, run_script):
-    with pytest.raises(SystemExit, match="^error: [^\n]+$"):
-        run_script("--model_name_or_path", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out"))
+WRONG = {
+    "no such folder": (
+        ["--model_name_or_path", "/none/such/here"],
+        "there is no folder '/none/such/here' here",
+    ),
+    "an empty folder": (["--model_name_or_path", "."], "There is no config.json in .; name a folder"),
+    "no model": ([], "name one with --model_name_or_path"),
+    "a negative GPU": (["--model_name_or_path", "base", "--gpu_gib", "-1"], "gpu_gib is -1; expected"),
+    "hardly a GPU": (["--model_name_or_path", "base", "--gpu_gib", "0.25"], "expected more than the 0.5 GiB"),
+    "no rows": (["--model_name_or_path", "base", "--per_device_train_batch_size", "0"], "of at least 1"),
+    "no prompts": (["--model_name_or_path", "base", "--max_prompt_length", "0"], "of at least 1"),
+    "an unknown option": (["--gpu_size", "24"], "Unknown options: '--gpu_size', '24'. Remove them"),
+    "an unknown key": (["--config", "unknown.yaml"], "Unknown options: '--no_such_key', '1'. Remove them"),
+    "no YAML": (["--config", "broken.yaml"], "no YAML: .*an option a line"),
+    "nowhere to write": (["--model_name_or_path", "base", "--json", "none/plan.json"], "none/plan.json"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_script_says_in_one_line_what_is_wrong(tmp_path, monkeypatch, folders, run_script, wrong):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").symlink_to(folders["gpt2"])
+    (tmp_path / "unknown.yaml").write_text("output_dir: out\nno_such_key: 1\n")
+    (tmp_path / "broken.yaml").write_text("a: [1\n b: 2")
+    arguments, told = WRONG[wrong]
+    options = ["--output_dir", "out", "--use_cpu", "true", "--report_to", "none", "--max_steps", "16"]
+    with pytest.raises(SystemExit, match=f"^error: [^\n]*{told}[^\n]*$"):
+        run_script(*options, "--search", "false", *arguments)
 
 
 def test_a_setup_is_changed_in_one_size(folders, tmp_path):
     args = plan_config(tmp_path)
-    setup = Setup(named_shape(folders["gpt2"], args, {}), args, PROMPT, CPU)
+    setup = Setup(named_shape(folders["gpt2"], args, {}), args, PROMPT, Simulator(CPU))
     assert setup.with_size("max_prompt_length", 5) == replace(setup, prompt_length=5)
     assert setup.with_size("per_device_train_batch_size", 2).config.gradient_accumulation_steps == 4
     assert setup.limit("max_completion_length") == 256 - PROMPT

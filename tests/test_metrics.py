@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
@@ -116,3 +118,23 @@ def test_names_that_only_another_process_saw_are_reduced_too():
     assert seen == [[[0.0, 0.0], [3.0, 1.0]]]
     assert means.pop(reduce, lambda names: [*names, "a", "b"]) == {"a": 4.0}
     assert means.pop() == {}
+
+
+def test_shares_by_hand():
+    """This process saw a once, the other a twice and b once: each then has half of all."""
+    means = RunningMeans()
+    means.add({"a": 3.0})
+    other_process = torch.tensor([[8.0, 2.0], [5.0, 1.0]])
+    means.spread(lambda totals: totals + other_process, lambda names: [*names, "a", "b"], processes=2)
+    assert means.state_dict() == {"a": [5.5, 1.5], "b": [2.5, 0.5]}
+    assert means.pop() == {"a": 11 / 3, "b": 5.0}
+
+
+def test_the_state_comes_back_to_the_last_bit():
+    means, again = RunningMeans(), RunningMeans()
+    assert means.state_dict() == {}
+    means.add({"a": 0.1, "b": 1 / 3}, weight=7)
+    again.load_state_dict(json.loads(json.dumps(means.state_dict())))
+    for each in (means, again):
+        each.add({"a": 0.7}, weight=3)
+    assert again.pop() == means.pop()

@@ -8,11 +8,12 @@ from rich.console import Console
 from bases import make_base
 from measured_memory import PROMPT, plan_config
 from ppo_lora import MemoryPlan, plan_display
+from ppo_lora.memory_plan import SIZES, Lever
 from ppo_lora.plan_display import measured_peak, plan_report, startup_plan
 
 
-def shown(renderable) -> str:
-    console = Console(width=100)
+def shown(renderable, width: int = 100) -> str:
+    console = Console(width=width)
     with console.capture() as captured:
         console.print(renderable)
     return captured.get()
@@ -45,6 +46,20 @@ def test_the_report_says_what_does_not_fit():
     for words in ("2.00 GiB", "1.00 MiB", "8.00 GiB in update", "does not fit", "none"):
         assert words in text
     assert "does" not in shown(plan_report(MemoryPlan(parts, {"update": 2**30})))
+
+
+def test_a_report_has_a_line_for_each_thing_on_a_narrow_terminal():
+    parts = {"unquantized weights": 2**35, "activations, sampling": 2**30, "logits chunk": 2**30}
+    levers = (
+        Lever("gradient checkpointing off", "gradient_checkpointing: false", -(2**34)),
+        Lever("half the sampling batch", "local_rollout_forward_batch_size: 128", 2**30),
+    )
+    sizes = dict.fromkeys(SIZES, 8192)
+    plan = MemoryPlan(parts, {"sampling": 2**36}, gpu=2**36, largest=sizes, given=sizes, levers=levers)
+    lines = shown(plan_report(plan), 80).rstrip().split("\n")
+    tables = [[line for line in block.split("\n")] for block in "\n".join(map(str.rstrip, lines)).split("\n\n")]
+    assert [len(table) for table in tables] == [1 + len(parts), 2, 1, 1 + len(SIZES), 1 + len(levers)]
+    assert tables[-1][1].split("  ")[-1] == "gradient_checkpointing: false"
 
 
 def test_measured_peak_says_which_memory():

@@ -138,3 +138,10 @@ def test_only_its_own_source_changes(tmp_path, folder):
     assert torch.equal(one.ref_logprobs, other.ref_logprobs) and not torch.equal(one.scores, other.scores)
     name = "rewards/count_w5/mean"
     assert alone._scored.metrics[name] == beside._scored.metrics[name]
+
+
+def test_a_model_by_name_with_several_outputs_is_refused_by_name(tmp_path):
+    tiny_reward_model(num_labels=2).save_pretrained(tmp_path / "two")
+    tiny_tokenizer().save_pretrained(tmp_path / "two")
+    with pytest.raises(ValueError, match=f"The reward model {tmp_path / 'two'} has weights of other sizes"):
+        reward_functions(str(tmp_path / "two"), None, config(tmp_path))

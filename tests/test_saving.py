@@ -12,8 +12,8 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM
 
 from builders import prompts, save_tiny_model, tiny_model
-from ppo_lora import PPOTrainer, Role, SharedBase, read_adapter
-from runs import trainer
+from ppo_lora import PPOTrainer, Role, SharedBase, StartupError, read_adapter
+from runs import logged, trainer
 
 
 def test_the_saved_policy_is_plain_peft(tmp_path):
@@ -148,3 +148,78 @@ def test_resuming_from_a_final_folder_is_refused(tmp_path):
     made.save_model(tmp_path / "final")
     with pytest.raises(ValueError, match=f"'{tmp_path / 'final'}', which has no trainer_state.json.*checkpoint-"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "final"))
+
+
+def test_a_resumed_run_logs_what_was_measured_before_its_checkpoint(tmp_path):
+    """The checkpoint falls between two logs: what the iterations before it measured belongs to the second."""
+    options = {"max_steps": 24, "logging_steps": 12, "save_strategy": "steps", "save_steps": 8}
+
+    def run(name, **given):
+        made = trainer(tmp_path / name, reward_funcs=noted, **options)
+        made.train(**given)
+        assert made.state.log_history[-1]["step"] == 24
+        return logged(made), made.state.log_history[-1]["train_loss"]
+
+    def noted(completions, trainer_state, log_metric, **kwargs):
+        log_metric(f"seen/after_{trainer_state.global_step}", len(completions[0]))
+        return [float(len(text)) for text in completions]
+
+    whole, mean_loss = run("whole")
+    assert mean_loss == pytest.approx((whole[0]["loss"] + whole[1]["loss"]) / 2, rel=1e-6)  # Trainer's own
+    for step in (8, 16):
+        resumed, _ = run(f"from_{step}", resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert [entry["step"] for entry in resumed] == [12, 24]
+        assert [entry.keys() for entry in resumed] == [entry.keys() for entry in whole]
+        for one, other in zip(whole, resumed, strict=True):
+            timed = {name for name in one if name.startswith(("time/", "memory/"))}
+            assert {name: one[name] for name in one if name not in timed} == {
+                name: other[name] for name in other if name not in timed
+            }
+
+
+def test_a_checkpoint_from_before_logs_were_kept_resumes(tmp_path):
+    options = {"max_steps": 8, "logging_steps": 8, "kl_target": 6.0, "kl_horizon": 1000}
+    trainer(tmp_path, save_strategy="steps", save_steps=4, **options).train()
+    state = tmp_path / "checkpoint-4" / "ppo_state.json"
+    assert {"kl", "logs"} == json.loads(state.read_text()).keys()
+    state.write_text(json.dumps({"kl": json.loads(state.read_text())["kl"]}))
+    again = trainer(tmp_path / "again", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [entry["step"] for entry in logged(again)] == [8]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("optimizer.pt", None, "which has no optimizer.pt; expected a folder checkpoint-N that a run saved"),
+        ("scheduler.pt", None, "which has no scheduler.pt; expected a folder"),
+        ("trainer_state.json", "{", "trainer_state.json is broken .*Resume from another checkpoint"),
+        ("ppo_state.json", "{", "ppo_state.json is broken"),
+        ("adapter_model.safetensors", "", "adapter_model.safetensors of .* is broken"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path, name, content, message):
+    """Trainer itself goes on without an optimizer's state, and so from another place than where the run was."""
+    trainer(tmp_path, save_strategy="steps", save_steps=4, kl_target=6.0, kl_horizon=1000).train()
+    file = tmp_path / "checkpoint-4" / name
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    again = trainer(tmp_path / "again", max_steps=8, kl_target=6.0, kl_horizon=1000)
+    with pytest.raises(StartupError, match=message):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_the_best_policy_comes_back_from_a_checkpoint_without_an_optimizer(tmp_path):
+    options = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, "max_steps": 8}
+    made = trainer(
+        tmp_path,
+        save_only_model=True,
+        load_best_model_at_end=True,
+        trainer_options={"eval_dataset": prompts(4)},
+        **options,
+    )
+    made.train()
+    saved = read_adapter(made.state.best_model_checkpoint)
+    for key, tensor in made.base.adapter(Role.POLICY).tensors.items():
+        assert torch.equal(saved.tensors[key], tensor)

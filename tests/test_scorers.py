@@ -105,16 +105,27 @@ def test_none_counts_nothing_and_shows_as_nan(responses):
     ]
 
 
-def test_a_row_that_nobody_scores_is_an_error(responses):
-    message = "No reward source scored row 1 (prompt 'two'): all of ['fixed_0', 'fixed_1'] returned None."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        _scorer(_constant([1.0, None, 3.0]), _constant([1.0, None, None]))(responses)
+def test_a_row_that_nobody_scores_has_no_score_and_is_warned_of_once(responses):
+    scorer = _scorer(_constant([1.0, None, 3.0]), _constant([1.0, None, None]))
+    message = "['fixed_0', 'fixed_1'] returned None for 1 of 3 responses, first to 'two'. Nothing is learned from"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        scores, _ = scorer(responses)
+    assert scores.isnan().tolist() == [False, True, False] and scores[0] == 2.0 and scores[2] == 3.0
+    assert torch.equal(scorer(responses)[0].isnan(), scores.isnan())  # a warning would be an error
 
 
-def test_a_function_that_scores_no_row_is_an_error(responses):
-    message = "The reward function fixed returned None for all 3 completions, so it judges nothing."
+def test_sources_that_never_scored_a_row_are_an_error(responses):
+    message = "['fixed'] returned None for all 3 completions, and so judge nothing."
     with pytest.raises(ValueError, match=re.escape(message)):
         _scorer(_constant([None] * 3))(responses)
+
+
+@pytest.mark.filterwarnings("ignore:.*returned None for 3 of 3")
+def test_a_batch_without_a_score_after_one_with_is_none(responses):
+    results = iter([[1.0, 2.0, 3.0], [None] * 3])
+    scorer = _scorer(lambda completions, **kwargs: next(results))
+    scorer(responses)
+    assert scorer(responses)[0].isnan().all()
 
 
 async def _slow(completions, **kwargs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import sys
 
 import pytest
 import torch
@@ -48,17 +49,19 @@ def weights(made) -> torch.Tensor:
 
 
 def test_training_does_not_notice_the_checks(tmp_path):
+    numpy = sys.modules["numpy"].random  # torch's and transformers' dependency
+
     def noisy(completions, **kwargs):
-        return [len(text) + random.random() + torch.rand(()).item() for text in completions]
+        return [len(text) + random.random() + torch.rand(()).item() + numpy.random() for text in completions]
 
     ends = []
     for mode in ("off", "error"):
         random.seed(3)
         made = trainer(tmp_path / mode, reward_funcs=noisy, startup_checks=mode)
         made.train()
-        ends.append((weights(made), random.random(), torch.rand(3)))
+        ends.append((weights(made), random.random(), torch.rand(3), numpy.random()))
     assert torch.equal(ends[0][0], ends[1][0]) and torch.equal(ends[0][2], ends[1][2])
-    assert ends[0][1] == ends[1][1]
+    assert ends[0][1] == ends[1][1] and ends[0][3] == ends[1][3]
 
 
 def test_a_fresh_run_starts_at_zero_and_one_and_says_so(tmp_path, capsys):
@@ -78,6 +81,23 @@ def test_reward_functions_are_called_once_more_for_at_most_an_iterations_rows(tm
 
     trainer(tmp_path, reward_funcs=counted, startup_checks="error").train()
     assert calls == [16, 16]
+
+
+def test_at_most_32_rows_are_sampled_for_the_checks_from_random_numbers_of_their_own(tmp_path):
+    calls = []
+
+    def noted(prompts, completions, **kwargs):
+        calls.append(list(zip(prompts, completions, strict=True)))
+        return [float(i) for i in range(len(completions))]
+
+    options = {"per_device_train_batch_size": 40, "gradient_accumulation_steps": 1, "num_mini_batches": 1}
+    made = trainer(tmp_path, reward_funcs=noted, rows=40, startup_checks="error", max_steps=2, **options)
+    made.train()
+    checked, rollout = calls
+    assert (len(checked), len(rollout)) == (32, 40)
+    assert [prompt for prompt, _ in checked] == [prompt for prompt, _ in rollout[:32]]
+    same = sum(one == other for one, other in zip(checked, rollout, strict=False))
+    assert same < 16, "the checks drew with the rollout's random numbers"
 
 
 @pytest.mark.parametrize("value", [-1.0, 0.5])
@@ -145,6 +165,7 @@ NAN = float("nan")
     ("made", "source_weights", "models", "status"),
     [
         (sample((0.0, 1e-6)), {"f": 1.0}, (), "ok"),
+        (sample((), {"f": (NAN, NAN)}), {"f": 1.0}, (), "warning"),
         (sample((2.0, 2.0)), {"f": 1.0}, (), "error"),
         (sample((0.0, 0.0)), {"f": 1.0}, (), "warning"),
         (sample((0.0, 0.0)), {"f": 1.0}, ("f",), "error"),
