@@ -8,6 +8,7 @@ PYTEST_ARGS ?=
 QUICKSTART_ARGS ?=
 ARITHMETIC_ARGS ?=
 BENCH_ARGS ?=
+GPU_BENCH_ARGS ?=
 
 # The newest versions (TRL from 1.15 on, for one) need Python 3.11; on 3.10 the oldest are installed.
 CONSTRAINTS ?= $(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.version_info >= (3, 11) else 'constraints-oldest.txt')")
@@ -16,11 +17,11 @@ CONSTRAINTS ?= $(shell $(PYTHON) -c "import sys; print('constraints.txt' if sys.
 TEST_ENV = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install options quickstart arithmetic bench test test-oldest lint soak
+.PHONY: help install options quickstart arithmetic bench bench-gpu test test-oldest lint soak
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@echo "Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) PYTEST_ARGS=... QUICKSTART_ARGS=... ARITHMETIC_ARGS=... BENCH_ARGS=..."
+	@echo "Variables: PYTHON=$(PYTHON) WORKERS=$(WORKERS) PYTEST_ARGS=... QUICKSTART_ARGS=... ARITHMETIC_ARGS=... BENCH_ARGS=... GPU_BENCH_ARGS=..."
 
 install: $(VENV)/.installed  ## make .venv with the package and everything the tests need
 
@@ -32,6 +33,9 @@ arithmetic: $(VENV)/.installed  ## PPO with checked answers teaches a tiny model
 
 bench: $(VENV)/.installed  ## time and memory beside TRL 1.12's PPO, into runs/benchmark/
 	$(VENV)/bin/python scripts/benchmark.py $(BENCH_ARGS)
+
+bench-gpu: $(VENV)/.installed  ## memory, plan and speed of real shapes on a GPU, into runs/benchmark_gpu/
+	$(VENV)/bin/python scripts/benchmark_gpu.py $(GPU_BENCH_ARGS)
 
 options: $(VENV)/.installed  ## write docs/options.md, the table of all options
 	$(VENV)/bin/python scripts/options.py

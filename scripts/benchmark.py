@@ -217,16 +217,16 @@ def facts(results: Sequence[dict[str, Any]], work: Work) -> list[str]:
     ]
 
 
-def write_page(page: Path, text: str) -> None:
+def write_page(page: Path, text: str, begin_mark: str = BEGIN, end_mark: str = END) -> None:
     """Put ``text`` between the markers of a page.
 
     Raises:
         SystemExit: there are none.
     """
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = page.read_text(encoding="utf-8").partition(begin_mark)
+    _, end, after = rest.partition(end_mark)
     if not end:
-        raise SystemExit(f"{page} lacks the lines '{BEGIN}' and '{END}', between which the tables go.")
+        raise SystemExit(f"{page} lacks the lines '{begin_mark}' and '{end_mark}', between which the tables go.")
     page.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
 
 

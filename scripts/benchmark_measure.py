@@ -6,11 +6,12 @@ import json
 import math
 import os
 import platform
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,17 @@ def _block_seconds(action: Callable[[], Any], device: str, calls: int) -> float:
 
 
 @torch.no_grad()
-def machine_rates(work: Work, at_least: float = 0.5) -> dict[str, float]:
+def machine_rates(work: Work, at_least: float = 0.5, square: int = _SQUARE) -> dict[str, float]:
     """What this process can do at best, on this machine, at this moment.
+
+    Args:
+        work: its shape, dtype and device.
+        at_least: seconds of each measurement.
+        square: side of the square product.
 
     Returns:
         ``used_shape`` and ``square``: operations a second of [tokens of a micro-batch, hidden] x [hidden,
-        intermediate] and of 1024 x 1024 x 1024, in the dtype of the work; ``rate``, the better of both; ``bandwidth``:
+        intermediate] and of the square product, in the dtype of the work; ``rate``, the better of both; ``bandwidth``:
         bytes read and written a second in copying 256 MiB.
     """
     options: dict[str, Any] = {"device": work.device, "dtype": getattr(torch, work.dtype)}
@@ -65,7 +71,7 @@ def machine_rates(work: Work, at_least: float = 0.5) -> dict[str, float]:
     rates = {}
     for name, sizes in {
         "used_shape": (tokens, work.hidden, work.intermediate),
-        "square": (_SQUARE, _SQUARE, _SQUARE),
+        "square": (square,) * 3,
     }.items():
         rows, inner, columns = sizes
         left, right = torch.randn(rows, inner, **options), torch.randn(inner, columns, **options)
@@ -219,9 +225,16 @@ def write_result(path: str | Path, work: Work, result: dict[str, Any], packages:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if work.device == "cuda" else _processor(),
     }
-    versions = {name: version(name) for name in packages}
+    versions = {name: _version(name) for name in packages}
     told = {"workload": work.name, "value": work.value, **result, "machine": machine, "versions": versions}
     Path(path).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout on PYTHONPATH, or a folder that was carried here
+        return str(getattr(sys.modules.get(package), "__version__", "unknown"))
 
 
 def _processor() -> str:

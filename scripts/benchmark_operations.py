@@ -12,19 +12,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama without grouped heads, and the LoRA rank of its adapters (on all linear layers but the output head)."""
+    """A Llama, and the LoRA rank of its adapters (on all linear layers but the output head).
+
+    ``kv_width`` is the size of keys and of values where heads share them; 0 where they do not.
+    """
 
     hidden: int
     intermediate: int
     layers: int
     vocab: int
     rank: int
+    kv_width: int = 0
 
     @property
     def linears(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of a layer's products: queries, keys, values, output, gate, up, down."""
-        hidden, wide = self.hidden, self.intermediate
-        return [(hidden, hidden)] * 4 + [(hidden, wide)] * 2 + [(wide, hidden)]
+        """Inputs and outputs of a layer's products: queries, output, keys, values, gate, up, down."""
+        hidden, wide, narrow = self.hidden, self.intermediate, self.cached
+        return [(hidden, hidden)] * 2 + [(hidden, narrow)] * 2 + [(hidden, wide)] * 2 + [(wide, hidden)]
+
+    @property
+    def cached(self) -> int:
+        """Numbers of one token's keys, and of its values, in a layer."""
+        return self.kv_width or self.hidden
 
     @property
     def weights(self) -> int:
@@ -83,7 +92,7 @@ def lora_backward(shape: Shape, rollout: Rollout, head: bool = False) -> int:
     Frozen weights need the gradient of their inputs only, adapters that of their weights too. Below the first layer's
     queries, keys and values nothing is trained, so they need no gradient of their inputs.
     """
-    first = 3 * shape.hidden * (shape.hidden + shape.rank)
+    first = shape.hidden * (shape.hidden + 2 * shape.cached + 3 * shape.rank)
     a_token = 2 * shape.weights + 4 * shape.adapter_weights - 2 * first
     logits = 2 * shape.head_weights * rollout.response_tokens if head else 0
     return a_token * rollout.tokens + 2 * attention(shape, rollout.rows) + logits
@@ -160,7 +169,7 @@ def sampling_seconds(shape: Shape, rollout: Rollout, machine: Machine) -> float:
         live = [prompt for prompt, length in zip(rollout.prompts, rollout.responses, strict=True) if length > step]
         seen = sum(live) + step * len(live)
         operations = len(live) * a_row + 4 * shape.layers * shape.hidden * seen
-        cache = 2 * shape.layers * shape.hidden * seen * machine.number_bytes
+        cache = 2 * shape.layers * shape.cached * seen * machine.number_bytes
         seconds += max(operations / machine.rate, (all_bytes + cache) / machine.bandwidth)
     return seconds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -39,7 +40,7 @@ class Iterations(TrainerCallback):
         times = {name.removeprefix("time/"): value for name, value in logs.items() if name.startswith("time/")}
         self.seen.append({"seconds": now - self._since, **phases(times), "rollout": self.rollout})
         self._since = now
-        if len(self.seen) == 1:
+        if len(self.seen) == 1 and state.global_step < state.max_steps:
             self._counter.reset()
 
 
@@ -110,7 +111,12 @@ def build(work: Work) -> MeasuredTrainer:
         peft_config=LoraConfig(task_type="CAUSAL_LM", **lora_options()),
         **model_options(work),
     )
-    counter = TokenCounter(phase_of)
+    return build_on(base, work)
+
+
+def build_on(base: SharedBase, work: Work, phase: Callable[[dict[str, Any]], str] = phase_of) -> MeasuredTrainer:
+    """The trainer on a base that is loaded; ``phase`` tells the phases apart as :func:`phase_of`."""
+    counter = TokenCounter(phase)
     counter.attach(base.backbone)
     iterations = Iterations(counter)
     trainer = MeasuredTrainer(

@@ -31,7 +31,11 @@ _IMPORTED = (LlamaForCausalLM, LlamaForSequenceClassification)  # transformers i
 
 
 def configuration(work: Work) -> PPOConfig:
-    """The workload as TRL's PPOConfig; all values that ours has too are the same."""
+    """The workload as TRL's PPOConfig; all values that ours has too are the same.
+
+    With ``bf16`` it casts the norms of a 4-bit policy to float32, and then cannot sample from it: the output head gets
+    float32. Without, a bfloat16 base computes in bfloat16 all the same.
+    """
     return PPOConfig(
         output_dir=f"{work.cache}/runs/peer",
         per_device_train_batch_size=work.micro_rows,
@@ -47,7 +51,7 @@ def configuration(work: Work) -> PPOConfig:
         kl_coef=0.05,
         gradient_checkpointing=work.checkpointing,
         num_sample_generations=0,
-        bf16=DTYPES[work.dtype] != DTYPES["float32"],
+        bf16=DTYPES[work.dtype] != DTYPES["float32"] and work.quantization != "nf4",
         use_cpu=work.device == "cpu",
         save_strategy="no",
         report_to="none",
@@ -64,16 +68,24 @@ def scalar_model(work: Work, quantized: bool) -> Any:
     )
 
 
-def build(work: Work) -> tuple[PPOTrainer, Watch]:
-    """The trainer with its three models, watched. The value model is trained in full, so it is never quantized."""
+def policy_model(work: Work) -> Any:
+    """The base, on which the trainer puts the policy's adapter."""
+    return AutoModelForCausalLM.from_pretrained(work.base, **model_options(work))
+
+
+def build(work: Work, policy: Any = policy_model, scalar: Any = scalar_model) -> tuple[PPOTrainer, Watch]:
+    """The trainer with its three models, watched. The value model is trained in full, so it is never quantized.
+
+    ``policy`` and ``scalar`` load them, as :func:`policy_model` and :func:`scalar_model` do.
+    """
     watch = Watch(work.device)
     trainer = PPOTrainer(
         args=configuration(work),
         processing_class=build_tokenizer(work.vocab),
-        model=AutoModelForCausalLM.from_pretrained(work.base, **model_options(work)),
+        model=policy(work),
         ref_model=None,
-        reward_model=scalar_model(work, quantized=True),
-        value_model=scalar_model(work, quantized=False),
+        reward_model=scalar(work, True),
+        value_model=scalar(work, False),
         train_dataset=Dataset.from_dict({"input_ids": prompt_ids(work)}),
         peft_config=LoraConfig(task_type="CAUSAL_LM", **lora_options()),
         callbacks=[watch],

@@ -79,12 +79,18 @@ def padding_shares(counts: dict[str, dict[str, int]]) -> dict[str, float]:
     return {phase: 1 - count["real"] / count["computed"] for phase, count in {**counts, "all": total}.items()}
 
 
-def update_rate(work: Work, result: dict[str, Any], value: str) -> float:
+def update_rate(work: Work, result: dict[str, Any], value: str, shape: Shape | None = None) -> float:
     """Operations that the update needed for real tokens, a second, over those of the matrix product.
 
     Where fewer tokens than the rollout's went through the layers (a row's last predicts nothing), those count.
+
+    Args:
+        work: the workload.
+        result: of a process.
+        value: ``separate``, ``shared`` or ``full``.
+        shape: the base's, where it is not a plain Llama of the workload's sizes.
     """
-    shape, iterations = shape_of(work), counted(result["iterations"])
+    shape, iterations = shape or shape_of(work), counted(result["iterations"])
     rollouts = [Rollout(**iteration["rollout"]) for iteration in iterations]
     passes = work.epochs * (1 if value == "shared" else 2)
     tokens = passes * sum(rollout.tokens for rollout in rollouts)

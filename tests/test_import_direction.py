@@ -25,7 +25,7 @@ LEAVES = {"types", "masking"}
 MATHS = {"logprobs", "rewards", "advantages", "losses", "kl_control", "statistics", "normalization"}
 PPO = {"config", "trainer", "rollout", "scorers", "losses", "advantages", "rewards", "kl_control"}
 PPO_FREE = {"shared_base", "adapters"}
-PEERS = {"benchmark_peer"}
+PEERS = {"benchmark_peer", "benchmark_gpu_peer"}
 """Scripts that run an old TRL's PPO itself, in processes of their own, to be compared with."""
 
 # What the modules import and the distributions call otherwise.
