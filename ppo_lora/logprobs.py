@@ -120,7 +120,8 @@ def _statistics(
     probabilities = torch.exp(log_softmax, out=scaled)
     chosen = log_softmax.gather(-1, tokens[:, None]).squeeze(-1)
     log_softmax.clamp_(min=torch.finfo(torch.float32).min)  # 0 * log 0 is 0
-    entropy = -torch.bmm(probabilities[:, None], log_softmax[:, :, None]).flatten()
+    with torch.autocast(scaled.device.type, enabled=False):
+        entropy = -torch.bmm(probabilities[:, None], log_softmax[:, :, None]).flatten()
     return chosen, entropy, log_softmax, probabilities
 
 

@@ -46,13 +46,15 @@ def shared_base(
             )
         return model
     if isinstance(model, str):
+        # Passes are tried before Trainer moves the base, and some attention only works on a GPU.
+        place = {"device_map": {"": args.device}} if args.device.type == "cuda" else {}
         return SharedBase.from_pretrained(
             model,
             **adapters,
             peft_config=peft_config,
             quantization_config=quantization_config,
             allow_pickle=args.allow_pickle,
-            **args.model_options,
+            **{**place, **args.model_options},
         )
     return SharedBase(model, **adapters, peft_config=peft_config, allow_pickle=args.allow_pickle)
 

@@ -358,7 +358,7 @@ def test_a_role_costs_its_adapter_and_head(tmp_path):
 def test_the_command_measures_and_writes_without_the_peer(tmp_path, monkeypatch):
     console = Console(file=io.StringIO(), width=120)
     monkeypatch.setattr(benchmark, "Console", lambda: console)
-    sizes = [f"--{name}={size}" for name, size in {**TINY, "prompts": 4, "prompt-length": 12}.items()]
+    sizes = [f"--{name}={size}" for name, size in {**TINY, "prompts": 4, "prompt-length": 12, "micro-rows": 2}.items()]
     page = tmp_path / "page.md"
     page.write_text(f"before\n{benchmark.BEGIN}\nold\n{benchmark.END}\nafter\n")
     folders = [

@@ -186,6 +186,17 @@ def test_bfloat16_states_get_bfloat16_gradients():
     assert_close(gradient, problem.gradient(problem.whole(0.7)[0]), 0.1)
 
 
+@pytest.mark.parametrize("graph", [True, False])
+def test_mixed_precision_rounds_logits_and_nothing_after_them(graph):
+    problem = Problem()
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(graph):
+        table = torch.log_softmax(problem.head(problem.hidden).float(), dim=-1)
+        logprobs, entropy = problem.chunked()
+    assert entropy.dtype == torch.float32
+    assert_close(entropy, -(table.exp() * table).sum(dim=1), 1e-5)
+    assert_close(logprobs, table.gather(1, problem.tokens[:, None])[:, 0], 1e-5)
+
+
 def test_the_head_gets_no_gradient():
     problem, weight = Problem(), torch.randn(VOCABULARY, HIDDEN).requires_grad_()
     problem.head = partial(_plain, weight, None)
