@@ -268,6 +268,8 @@ def largest_size(setup: Setup, option: str, usable: int, phases: Mapping[str, in
         peak = _peak_of_phase(setup, option, phase, known)
         if largest == limit or peak(largest) > usable:  # what the largest phase allows fits in the others, mostly
             largest = largest_fitting(peak, usable, largest, setup.size(option), bare.lasting(phase))
+        if not largest:
+            break
     return largest
 
 

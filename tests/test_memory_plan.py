@@ -18,7 +18,7 @@ from bases import quantization
 from measured_memory import PHASES, PROMPT, measured, plan_config, planned, save_model, with_outliers, with_table
 from ppo_lora import PPOConfig, Role, plan_memory
 from ppo_lora.live_bytes import LiveBytes
-from ppo_lora.memory_plan import Setup, largest_fitting, largest_size
+from ppo_lora.memory_plan import SIZES, Setup, largest_fitting, largest_size
 from ppo_lora.plan_setup import named_shape, role_configs
 from ppo_lora.simulation import UPDATE, Simulated, Simulator, optimizer_bytes
 
@@ -189,6 +189,13 @@ def test_the_largest_micro_batch_fits_in_a_real_run_and_one_more_does_not(tmp_pa
     sizes = {rows: {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1} for rows in (5, 6)}
     peaks = {rows: measured(folders["llama"], tmp_path, **sizes[rows]).peaks["updating"] for rows in sizes}
     assert peaks[5] <= usable * 1.01 < peaks[6]
+
+
+@pytest.mark.parametrize("option", SIZES)
+def test_nothing_fits_where_the_weights_do_not(folders, option):
+    args = plan_config("unused")
+    setup = Setup(named_shape(folders["gpt2"], args, {}), args, PROMPT, Simulator(CPU))
+    assert largest_size(setup, option, 1000) == 0
 
 
 def test_what_is_planned_for_a_gpu(tmp_path, folders):
