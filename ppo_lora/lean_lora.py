@@ -1,8 +1,7 @@
 """LoRA layers that add their part to the base's output where it lies.
 
 PEFT makes the part, a scaled copy of it and the sum, each as large as the layer's output, in forward and again in
-backward. Here the second product adds to the output in place, and the scaling is of the r numbers between the
-products. What is saved for backward is the same.
+backward. Here the second product scales and adds to the output in place. What is saved for backward is the same.
 """
 
 from __future__ import annotations
@@ -42,8 +41,11 @@ class LeanLora(LoraVariant):
     def forward(module: LoraLayer, active_adapter: str, x: Tensor, result: Tensor, **kwargs: Any) -> Tensor:
         """Add ``scaling * x A^T B^T`` to the base layer's ``result`` [..., O], in place; x is [..., I]."""
         down, up = module.lora_A[active_adapter].weight, module.lora_B[active_adapter].weight
-        x = module.lora_dropout[active_adapter](x)
-        added: Tensor = _AddLora.apply(result, x, down, up, module.scaling[active_adapter])
+        x, scaling = module.lora_dropout[active_adapter](x), module.scaling[active_adapter]
+        if not torch.is_grad_enabled():
+            _add(result, x, down, up, scaling)
+            return result
+        added: Tensor = _AddLora.apply(result, x, down, up, scaling)
         return added
 
     @staticmethod
@@ -64,12 +66,18 @@ class LeanLora(LoraVariant):
         return weight
 
 
+def _add(result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """Add in place; x as [N, I] and what lies between the products, [N, r], in the result's dtype."""
+    flat, dtype = x.flatten(0, -2).to(result.dtype), result.dtype
+    inner = torch.mm(flat, down.to(dtype).t()).to(dtype)  # autocast may have made it narrower
+    result.flatten(0, -2).addmm_(inner, up.to(dtype).t(), alpha=scaling)
+    return flat, inner
+
+
 class _AddLora(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, x: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
-        flat, dtype = x.flatten(0, -2).to(result.dtype), result.dtype
-        inner = torch.mm(flat, down.to(dtype).t()).mul_(scaling).to(dtype)  # autocast may have made it narrower
-        result.flatten(0, -2).addmm_(inner, up.to(dtype).t())
+        flat, inner = _add(result, x, down, up, scaling)
         ctx.save_for_backward(flat, inner, down, up)
         ctx.scaling, ctx.shape, ctx.x_dtype = scaling, x.shape, x.dtype
         ctx.mark_dirty(result)
@@ -84,5 +92,5 @@ class _AddLora(torch.autograd.Function):
         through = torch.mm(outer, up.to(outer.dtype)).mul_(ctx.scaling)
         x_gradient = torch.mm(through, down.to(outer.dtype)).view(ctx.shape).to(ctx.x_dtype) if wants_x else None
         down_gradient = torch.mm(through.t(), flat).to(down.dtype) if wants_down else None
-        up_gradient = torch.mm(inner.t(), outer).t().to(up.dtype) if wants_up else None
+        up_gradient = torch.mm(inner.t(), outer).mul_(ctx.scaling).t().to(up.dtype) if wants_up else None
         return gradient, x_gradient, down_gradient, up_gradient, None

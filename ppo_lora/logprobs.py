@@ -125,6 +125,29 @@ def _statistics(
     return chosen, entropy, log_softmax, probabilities
 
 
+def _chunk(
+    hidden: Tensor,
+    head: Head,
+    tokens: Tensor,
+    temperature: float,
+    room: list[Tensor],
+    slopes: Tensor,
+    entropy_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [n] of one chunk, whose logits are gone afterwards; writes their gradients with
+    respect to ``hidden`` [n, H] into ``slopes`` and ``entropy_slopes``."""
+    with torch.enable_grad():
+        leaf = hidden.detach().requires_grad_()
+        logits = head(leaf)
+    chosen, entropy, log_softmax, probabilities = _statistics(logits.detach(), tokens, temperature, room)
+    if entropy_slopes is not None:
+        slope = _entropy_slope(log_softmax, probabilities, entropy, temperature).to(logits.dtype)
+        entropy_slopes.copy_(torch.autograd.grad(logits, leaf, slope, retain_graph=True)[0])
+    slope = _negative_slope(probabilities, tokens).to(logits.dtype)
+    torch.div(torch.autograd.grad(logits, leaf, slope)[0], -temperature, out=slopes)
+    return chosen, entropy
+
+
 class _TokenLogprobs(torch.autograd.Function):
     """Chunked log-probabilities whose gradients with respect to the hidden states are made in the forward pass."""
 
@@ -137,16 +160,8 @@ class _TokenLogprobs(torch.autograd.Function):
         pieces: list[tuple[Tensor, Tensor]] = []
         room: list[Tensor] = []
         for rows in _slices(len(tokens), size):
-            with torch.enable_grad():
-                leaf = hidden[rows].detach().requires_grad_()
-                logits = head(leaf)
-            chosen, entropy, log_softmax, probabilities = _statistics(logits.detach(), tokens[rows], temperature, room)
-            if entropy_slopes is not None:
-                slope = _entropy_slope(log_softmax, probabilities, entropy, temperature).to(logits.dtype)
-                entropy_slopes[rows] = torch.autograd.grad(logits, leaf, slope, retain_graph=True)[0]
-            slope = _negative_slope(probabilities, tokens[rows]).to(logits.dtype)
-            torch.div(torch.autograd.grad(logits, leaf, slope)[0], -temperature, out=slopes[rows])
-            pieces.append((chosen, entropy))
+            of_entropy = None if entropy_slopes is None else entropy_slopes[rows]
+            pieces.append(_chunk(hidden[rows], head, tokens[rows], temperature, room, slopes[rows], of_entropy))
         ctx.save_for_backward(slopes, entropy_slopes)
         logprobs, entropy = (_joined(column, hidden) for column in _columns(pieces, 2))
         if not entropy_gradient:
