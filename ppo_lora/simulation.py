@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -27,12 +27,13 @@ from .kv_cache import ROOM, give_room, held
 from .live_bytes import LiveBytes
 from .metrics import RunningMeans
 from .packing import tell_rows_apart
-from .planned_base import KERNELS, BaseShape, PlannedBase, quantized_kind
-from .roles import Role, label
+from .planned_base import KERNELS, BaseShape, PlannedBase
+from .roles import Role
 from .rollout import score_rows
 from .rows import Rows
 from .sampling import DecodeLoop
 from .shared_base import SharedBase
+from .standing import optimizer_state, standing_bytes, tensor_size, trainable
 from .types import Experience, Rollout
 from .update import MicroBatch, PolicyValueUpdate
 
@@ -125,8 +126,8 @@ class Simulator:
         base.chunk_elements = config.logits_chunk_mib * 2**18
         live = LiveBytes(KERNELS, scalar=False, operate=self._operations)
         with self._mode, live, _no_cyclic_garbage(), _few_chunks(), _no_casts_told():
-            standing = _standing(live, base)
-            optimizer = _optimizer_state(base, config)
+            standing = standing_bytes(live, base)
+            optimizer = optimizer_state(base, config)
             state = [torch.empty(optimizer, dtype=torch.uint8, device=self.device)]
             run = _Phases(live, base, config, prompt_length, self.device)
             kv_cache = run.sampling() if SAMPLING in phases else 0
@@ -136,7 +137,7 @@ class Simulator:
                 run.update()
             chunk = run.logits_chunk()
             del state
-        gradients = sum(_size(p) for p in _trainable(base))
+        gradients = sum(tensor_size(p) for p in trainable(base))
         peaks = {name: peak for name, peak in live.peaks.items() if name in phases}
         return Simulated(standing, gradients, optimizer, peaks, kv_cache, chunk)
 
@@ -236,7 +237,7 @@ class _Phases:
                 for layer in cache.layers:
                     layer.keys, layer.values = (_of_length(part, tokens) for part in held(layer))
                 loop.next_tokens(last, mask[:, : tokens + 1], torch.zeros_like(last), cache, every, running, 0)
-            size = sum(_size(part) for layer in cache.layers for part in held(layer))
+            size = sum(tensor_size(part) for layer in cache.layers for part in held(layer))
         return size
 
     def scoring(self) -> None:
@@ -251,7 +252,7 @@ class _Phases:
         """A micro-batch's forward and backward passes, with the gradients of those before it."""
         config, base, rows = self._config, self._base, self._micro_batch
         with self._live.phase(UPDATE):
-            for parameter in _trainable(base):
+            for parameter in trainable(base):
                 parameter.grad = torch.empty_like(parameter)
             experience = self._experience(config.local_batch_size)
             piece = Experience(
@@ -265,7 +266,7 @@ class _Phases:
             update.gradients(base, [batch])
             if config.ptx_coef:
                 self._pretraining()
-            for parameter in _trainable(base):
+            for parameter in trainable(base):
                 parameter.grad = None
 
     def _pretraining(self) -> None:
@@ -373,79 +374,10 @@ class _Alone:
         return tensor
 
 
-# What stands
-
-
-def _standing(live: LiveBytes, base: PlannedBase) -> dict[str, int]:
-    """Bytes by part, counted."""
-    heads = [head for head in (base.value_head, base.reward_head) if head is not None]
-    adapters = {role: base.adapters.parameters(role) for role in base.roles}
-    mine = {id(p) for parameters in adapters.values() for p in parameters}
-    weights = [t for t in (*base.model.parameters(), *base.model.buffers()) if id(t) not in mine]
-    parts = {
-        "quantized weights": live.count(_scaled(base)),
-        "unquantized weights": live.count(weights),
-        **{f"{label(role)} adapter": live.count(parameters) for role, parameters in adapters.items()},
-        "heads": live.count(p for head in heads for p in head.parameters()),
-    }
-    return {name: size for name, size in parts.items() if size}
-
-
-def _scaled(base: PlannedBase) -> Iterator[Tensor]:
-    """Quantized weights with the scales beside them."""
-    for module in base.modules():
-        if quantized_kind(module) == "Linear8bitLt":
-            yield from (module.weight, module.state.SCB)  # type: ignore[misc, union-attr]
-        elif quantized_kind(module) == "Linear4bit":
-            yield module.weight  # type: ignore[misc]
-            yield from _tensors(module.weight.quant_state)  # type: ignore[union-attr]
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    for value in vars(state).values():
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) is type(state):
-            yield from _tensors(value)
-
-
-def _trainable(base: SharedBase) -> list[Tensor]:
-    return [p for parameters in base.trainable_parameters().values() for p in parameters]
-
-
 def _of_length(part: Tensor, tokens: int) -> Tensor:
     """Keys or values, [B, heads, L, size], of so many positions."""
     batch, heads, length, size = part.shape
     return part[:, :, :tokens] if tokens <= length else part.new_empty(batch, heads, tokens, size)
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _optimizer_state(base: SharedBase, config: PPOConfig) -> int:
-    return optimizer_bytes([p.numel() for p in _trainable(base)], str(getattr(config.optim, "value", config.optim)))
-
-
-def optimizer_bytes(sizes: Iterable[int], name: str) -> int:
-    """Bytes of an optimizer's state after its first step.
-
-    Args:
-        sizes: numbers in each trained parameter.
-        name: transformers' name for it. Those that are not known here count as AdamW.
-    """
-    if name.startswith(("sgd", "galore", "apollo")):
-        return 0
-    if "8bit" in name:
-        moments = 1 if "lion" in name else 2
-        return sum(_of_8bit(size) * moments for size in sizes)
-    moments = 1 if name.startswith(("lion", "paged_lion", "rmsprop", "adagrad")) else 2
-    return sum(4 * moments * size + 4 for size in sizes)
-
-
-def _of_8bit(size: int) -> int:
-    """One moment: bytes with a scale to each 256 numbers; bitsandbytes keeps those of small tensors in float32."""
-    return 4 * size if size < 4096 else size + 4 * -(-size // 256)
 
 
 def changed(config: PPOConfig, **changes: Any) -> PPOConfig:

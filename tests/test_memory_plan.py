@@ -20,7 +20,8 @@ from ppo_lora import PPOConfig, Role, plan_memory
 from ppo_lora.live_bytes import LiveBytes
 from ppo_lora.memory_plan import SIZES, Setup, largest_fitting, largest_size
 from ppo_lora.plan_setup import named_shape, role_configs
-from ppo_lora.simulation import UPDATE, Simulated, Simulator, optimizer_bytes
+from ppo_lora.simulation import UPDATE, Simulated, Simulator
+from ppo_lora.standing import optimizer_bytes
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[1]
