@@ -365,11 +365,11 @@ class SharedBase(RoleHost):
 
     @torch.no_grad()
     def _packed_rows_say_the_same(self) -> bool:
-        """Whether packed rows of 2 to 5 tokens say what each says by itself."""
+        """Whether packed rows of 3 to 5 tokens say what each says by itself."""
         if not self._takes_positions:
             return False
-        ids = torch.arange(20, device=self.device).view(4, 5) % self._output_head.vocab_size
-        mask = torch.arange(5) >= torch.tensor([[0], [3], [1], [2]])
+        ids = torch.arange(15, device=self.device).view(3, 5) % self._output_head.vocab_size
+        mask = torch.arange(5) >= torch.tensor([[0], [2], [1]])
         apart, packed = (
             self.forward(Role.REFERENCE, compact_rows(ids, mask, 1, packed))[0] for packed in (False, True)
         )

@@ -29,6 +29,7 @@ class RewardBase:
     """A base whose reward role scores a row with its number of real tokens; it remembers what it was given."""
 
     roles = (Role.POLICY, Role.REWARD)
+    packs_rows = False
 
     def __init__(self):
         self.batches = []
