@@ -15,22 +15,25 @@ from peft.tuners.lora import Linear, Linear4bit
 # PEFT calls the methods of its variants likely to change. This module is all that knows them.
 # tests: test_peft_still_asks_variants tells when they move.
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.pytorch_utils import Conv1D
+
+_PLAIN = (nn.Linear, Conv1D)
 
 
 def make_lean(layers: Iterable[Any], adapter: str) -> None:
     """Let an adapter's plain LoRA layers add in place.
 
     Args:
-        layers: PEFT's. Those that are no linear layers, or of a variant such as DoRA, stay as they are, and so do int8
-            layers, whose output is a view that autograd lets nobody change.
+        layers: PEFT's. Those of a variant such as DoRA stay as they are, and so do those whose base layer is not a
+            plain or 4-bit one: the output of int8 layers is a view that autograd lets nobody change.
         adapter: its name in PEFT.
     """
     for layer in layers:
-        if type(layer) in (Linear, Linear4bit) and adapter in layer.lora_A:
-            plain = layer.lora_A[adapter].bias is None and layer.lora_B[adapter].bias is None
-            if plain and adapter not in layer.lora_variant:
+        of_base = type(layer) is Linear4bit or (type(layer) is Linear and type(layer.base_layer) in _PLAIN)
+        if of_base and adapter in layer.lora_A and adapter not in layer.lora_variant:
+            if layer.lora_A[adapter].bias is None and layer.lora_B[adapter].bias is None:
                 layer.lora_variant[adapter] = LeanLora()
 
 

@@ -104,6 +104,17 @@ def test_other_kinds_stay_pefts(changes):
     assert not isinstance(layer_of(model).lora_variant.get("default"), LeanLora)
 
 
+def test_base_layers_of_their_own_kind_stay_pefts():
+    class Viewed(nn.Linear):
+        def forward(self, x):
+            return super().forward(x)[:]
+
+    model = wrapped(False)
+    layer_of(model).base_layer.__class__ = Viewed
+    make_lean([layer_of(model)], "default")
+    assert not layer_of(model).lora_variant
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_role_of_a_base_is_lean(kind):
     base = SharedBase(plain_model(kind=kind), peft_config=lora_config(), value="separate")
