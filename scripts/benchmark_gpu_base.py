@@ -145,6 +145,7 @@ def make_base(work: GpuWork) -> bool:
     config = base_config(work)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[work.dtype])
+    model.tie_weights()  # transformers 5.0 does not, on this device
     _write_shards(work, model)
     config.architectures = [type(model).__name__]
     config.quantization_config = quantization(work).to_dict()
