@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +43,18 @@ def test_the_token_is_the_one_by_hand(logits, number, temperature):
 def test_impossible_tokens_are_never_drawn(possible, number):
     logits = torch.where(torch.tensor(possible), 0.3, -torch.inf)
     assert possible[drawn(logits, number)]
+
+
+@pytest.mark.parametrize("tokens", [255, 256, 257, 1000, 5120])
+def test_a_large_vocabulary_is_searched_in_blocks_without_a_difference(tokens):
+    generator = torch.Generator().manual_seed(tokens)
+    probabilities = torch.rand(64, tokens, generator=generator) ** 4
+    whole = probabilities.double().cumsum(dim=1)
+    wanted = torch.randint(0, tokens, (64, 1), generator=generator)
+    middle = (whole.gather(1, wanted) - probabilities.double().gather(1, wanted) / 2) / whole[:, -1:]
+    likely = (probabilities.gather(1, wanted) > 1e-3).squeeze(1)
+    drawn = inverse_transform(probabilities, middle.squeeze(1))
+    assert torch.equal(drawn[likely], wanted[likely].squeeze(1)) and int(likely.sum()) > 40
 
 
 def test_tokens_come_as_often_as_they_are_likely():

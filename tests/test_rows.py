@@ -134,16 +134,27 @@ def cost(lengths, batches, packed: bool) -> int:
     return sum(int(tokens) + BATCH_COST for tokens in computed)
 
 
-@given(st.lists(st.integers(1, 200), min_size=1, max_size=7).map(torch.tensor), st.integers(1, 7), st.booleans())
+def fits(lengths, batch, rows: int, tokens: int | None, packed: bool) -> bool:
+    computed = lengths[batch].sum() if packed else len(batch) * lengths[batch].max()
+    return len(batch) <= rows and (tokens is None or len(batch) == 1 or int(computed) <= tokens)
+
+
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=7).map(torch.tensor),
+    st.integers(1, 7),
+    st.one_of(st.none(), st.integers(1, 900)),
+    st.booleans(),
+)
 @lawful
-def test_no_other_cut_costs_less(lengths, rows, packed):
+def test_no_other_cut_costs_less(lengths, rows, tokens, packed):
     ordered = lengths.argsort(descending=True)
     cuts = [
         [piece for piece in ordered.tensor_split([i + 1 for i in range(len(lengths) - 1) if cut >> i & 1])]
         for cut in range(2 ** (len(lengths) - 1))
     ]
-    least = min(cost(lengths, batches, packed) for batches in cuts if max(map(len, batches)) <= rows)
-    assert cost(lengths, batches_by_length(lengths, rows, packed=packed), packed) == least
+    allowed = [cut for cut in cuts if all(fits(lengths, batch, rows, tokens, packed) for batch in cut)]
+    least = min(cost(lengths, batches, packed) for batches in allowed)
+    assert cost(lengths, batches_by_length(lengths, rows, tokens, packed), packed) == least
 
 
 def test_rows_of_like_length_are_together_and_the_others_apart():
